@@ -1,0 +1,1 @@
+"""Fetch, apply, gate, check and edit the patch series under `patches/`."""

@@ -1,0 +1,205 @@
+"""A Git checkout of Megatron-LM that the user names: what of the series it has, and applying."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+
+from series import tree
+from series.git import Git, GitError
+from series.model import Patch, Series, SeriesError
+
+_PACKAGE_INFO = 'megatron/core/package_info.py'
+# The series lies near the top of a branch; older history is not searched.
+_DEPTH = 2000
+_SAME_FILES_DEPTH = 50
+_IN_PROGRESS = {
+    'rebase-apply': '`git am` or a rebase',
+    'rebase-merge': 'a rebase',
+    'MERGE_HEAD': 'a merge',
+    'CHERRY_PICK_HEAD': 'a cherry-pick',
+    'REVERT_HEAD': 'a revert',
+    'BISECT_LOG': 'a bisection',
+}
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout of the series' branch."""
+
+    git: Git
+    series: Series
+
+    @classmethod
+    def at(cls, path: Path, series: Series) -> Checkout:
+        """The checkout at `path`.
+
+        Raises:
+            SeriesError: it is no Git checkout, not Megatron-LM, or of another version.
+        """
+        if not path.is_dir():
+            raise SeriesError(f'{path} is not a folder.')
+        try:
+            git = Git(
+                Path(Git(path, alone=False).text('rev-parse', '--show-toplevel')), alone=False
+            )
+        except GitError as error:
+            raise SeriesError(f'{path} is not a Git checkout.', *error.details) from error
+        try:
+            source = git.run('show', f'HEAD:{_PACKAGE_INFO}').decode()
+        except GitError as error:
+            raise SeriesError(f'{path} is not Megatron-LM: no {_PACKAGE_INFO} in HEAD.') from error
+        numbers = {
+            node.targets[0].id: node.value.value
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        found = f'{numbers.get("MAJOR")}.{numbers.get("MINOR")}'
+        if found != series.release:
+            raise SeriesError(
+                f'{path} is Megatron Core {found}, but {series.branch} is for {series.release};'
+                f' check out {series.branch} there.'
+            )
+        return cls(git, series)
+
+    def applied(self) -> dict[Patch, str]:
+        """Which patches of the series HEAD has, each with its commit.
+
+        A commit counts by its subject, also when a pull request's number was added or when a
+        backport wrapped it, or by its patch id. Reverted commits do not count.
+        """
+        patches = [patch for stage in self.series.stages for patch in self.series.patches(stage)]
+        by_subject = {_title(patch.subject): patch for patch in patches}
+        found: dict[Patch, str] = {}
+        reverted: set[str] = set()
+        log = self.git.run('log', f'--max-count={_DEPTH}', '-z', '--format=%H%n%B')
+        for entry in filter(None, log.decode(errors='replace').split('\0')):
+            commit, _, message = entry.partition('\n')
+            if commit in reverted:
+                continue
+            reverted.update(re.findall(r'^This reverts commit ([0-9a-f]{40})', message, re.M))
+            patch = by_subject.get(_title(message.partition('\n')[0]))
+            if patch is not None:
+                found.setdefault(patch, commit)
+        for patch, commit in self._same_diff([p for p in patches if p not in found]).items():
+            if commit not in reverted:
+                found[patch] = commit
+        return {patch: found[patch] for patch in patches if patch in found}
+
+    def _same_diff(self, patches: list[Patch]) -> dict[Patch, str]:
+        ids = {self._patch_ids(patch.path.read_bytes()).popitem()[0]: patch for patch in patches}
+        if not ids:
+            return {}
+        files = {name for patch in patches for name in patch.files()}
+        limit = f'--max-count={_SAME_FILES_DEPTH}'
+        log = self.git.run('log', '-p', '--full-diff', '--no-merges', limit, '--', *sorted(files))
+        return {ids[key]: commit for key, commit in self._patch_ids(log).items() if key in ids}
+
+    def _patch_ids(self, diffs: bytes) -> dict[str, str]:
+        lines = self.git.run('patch-id', '--stable', stdin=diffs).decode().splitlines()
+        return dict(line.split(maxsplit=1) for line in lines)
+
+    def below(self, applied: dict[Patch, str]) -> list[str]:
+        """The commit below the series, then the commits of the applied patches in order."""
+        commits = list(applied.values())
+        return [self.git.text('rev-parse', f'{commits[0]}^'), *commits]
+
+    @contextmanager
+    def worktree(self, commit: str, name: str) -> Iterator[Git]:
+        """A detached work tree at `commit`, kept inside the checkout's git folder meanwhile."""
+        folder = Path(self.git.text('rev-parse', '--absolute-git-dir')) / 'series' / name
+        folder.parent.mkdir(exist_ok=True)
+        with filelock.FileLock(folder.with_suffix('.lock')):
+            self._remove(folder)
+            try:
+                self.git.run('worktree', 'add', '--quiet', '--detach', folder, commit)
+                yield Git(folder, alone=False)
+            finally:
+                self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+        self.git.run('worktree', 'prune')
+
+    def apply(self, number: int, on_patch: tree.OnPatch) -> None:
+        """Commit the patches of stage `number` on HEAD, all or none.
+
+        Raises:
+            SeriesError: the checkout is not ready for it, or a patch does not apply.
+        """
+        stage = self.series.stage(number)
+        self._refuse_unready()
+        self._refuse_applied(number)
+        with self.worktree('HEAD', 'apply') as scratch:
+            for patch in self.series.patches(stage):
+                tree.am(scratch, patch, str(self.git.path), on_patch, three_way=True)
+            done = scratch.text('rev-parse', 'HEAD')
+            try:
+                with _uninterrupted():
+                    self.git.run('merge', '--quiet', '--ff-only', done)
+            except GitError as error:
+                raise SeriesError(
+                    f'{self.git.path} cannot take the patched files.', *error.details
+                ) from error
+
+    def _refuse_unready(self) -> None:
+        path = self.git.path
+        for name, what in _IN_PROGRESS.items():
+            if (path / self.git.text('rev-parse', '--git-path', name)).exists():
+                raise SeriesError(f'{what.capitalize()} is in progress in {path}; end it first.')
+        if changes := self.git.lines('status', '--porcelain', '--untracked-files=no'):
+            raise SeriesError(f'{path} has uncommitted changes; commit or stash them.', *changes)
+        if not self.git.ok('-c', 'user.useConfigOnly=true', 'var', 'GIT_COMMITTER_IDENT'):
+            raise SeriesError(
+                f'Git does not know who commits in {path};'
+                ' set user.name and user.email with `git config`.'
+            )
+
+    def _refuse_applied(self, number: int) -> None:
+        applied = self.applied()
+        for stage in self.series.stages[:number]:
+            own = self.series.patches(stage)
+            have = [f'{applied[p][:10]} {p.name}' for p in own if p in applied]
+            lack = [f'not there: {p.name}' for p in own if p not in applied]
+            if stage.number < number and lack:
+                raise SeriesError(
+                    f'Stage {number} needs stage {stage.number}, which {self.git.path} does not'
+                    f' have{" in full" if have else ""}; apply stage {stage.number} first.',
+                    *have,
+                    *lack,
+                )
+            if stage.number == number and have:
+                raise SeriesError(
+                    f'Stage {number} is already applied{" in part" if lack else ""}'
+                    f' to {self.git.path}.',
+                    *have,
+                    *lack,
+                )
+
+
+def _title(subject: str) -> str:
+    """A commit's own subject: "cp: `Title (12)` into `branch` (#34)" is "Title"."""
+    if match := re.match(r'cp: `(.*)` into ', subject):
+        subject = match[1]
+    return re.sub(r'\s*\(#?\d+\)\s*$', '', subject)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold off Ctrl-C, also from the git that runs meanwhile: it must end what it began."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
