@@ -1,0 +1,137 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.inference.kv_append_kernel import triton_append
+
+HAVE_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAVE_GPU else "cpu")
+GIB = 1024**3
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_GPU and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="Triton needs a GPU, or TRITON_INTERPRET=1 to interpret the kernel on the CPU",
+)
+
+
+def draw_slots(num_tokens, num_blocks, block_size):
+    """A different (block, position) for each token, in the dtypes of the context's bookkeeping."""
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens]
+    return slots // block_size, (slots % block_size).int()
+
+
+def check_append(rows, caches, block_idx, position):
+    """Append, and compare the whole caches with plain indexing, untouched places included."""
+    expected = []
+    for row, cache in zip(rows, caches, strict=True):
+        expected.append(cache.clone())
+        expected[-1][block_idx.long(), position.long()] = row.to(cache.dtype)
+
+    triton_append(rows, caches, block_idx, position)
+
+    for cache, want in zip(caches, expected, strict=True):
+        assert torch.equal(cache, want)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1234)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "num_tokens, num_blocks, block_size, num_heads, head_dim",
+    [
+        pytest.param(1, 1, 1, 1, 1, id="one-of-everything"),
+        pytest.param(1, 4, 16, 8, 128, id="one-token"),
+        pytest.param(37, 9, 7, 5, 11, id="odd-sizes"),
+        pytest.param(64, 1, 64, 2, 64, id="one-full-block"),
+        pytest.param(130, 5, 64, 1, 128, id="one-head"),
+        pytest.param(50, 3, 256, 3, 80, id="head-dim-80"),
+        pytest.param(1030, 5, 256, 2, 20, id="many-tokens-of-narrow-rows"),
+        pytest.param(5, 2, 16, 32, 192, id="row-wider-than-a-tile"),
+    ],
+)
+def test_keys_and_values(num_tokens, num_blocks, block_size, num_heads, head_dim, dtype):
+    rows = torch.randn(2, num_tokens, num_heads, head_dim, device=DEVICE, dtype=dtype)
+    caches = torch.randn(2, num_blocks, block_size, num_heads, head_dim, device=DEVICE).to(dtype)
+
+    check_append(list(rows), list(caches), *draw_slots(num_tokens, num_blocks, block_size))
+
+
+@pytest.mark.parametrize("latent_dim", [13, 40, 576])
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_latents_without_values(num_tokens, latent_dim):
+    rows = torch.randn(num_tokens, latent_dim, device=DEVICE)
+    cache = torch.randn(3, 64, latent_dim, device=DEVICE)
+
+    check_append([rows], [cache], *draw_slots(num_tokens, 3, 64))
+
+
+def test_cache_whose_heads_lie_outside_its_tokens():
+    rows = torch.randn(2, 20, 4, 24, device=DEVICE)
+    caches = torch.randn(2, 3, 4, 16, 24, device=DEVICE).transpose(2, 3)
+
+    check_append(list(rows), list(caches), *draw_slots(20, 3, 16))
+
+
+def test_rows_and_indices_of_any_strides():
+    # Keys and values as slices of one fused projection, with unlike strides, and every other index.
+    projection = torch.randn(20, 4, 3, 24, device=DEVICE)
+    keys, values = projection[:, :, 1], torch.randn(24, 4, 20, device=DEVICE).permute(2, 1, 0)
+    caches = torch.randn(2, 3, 16, 4, 24, device=DEVICE)
+    block_idx, position = draw_slots(40, 3, 16)
+
+    check_append([keys, values], list(caches), block_idx[::2], position[::2])
+
+
+def test_rows_are_converted_to_the_dtype_of_the_cache():
+    rows = torch.randn(2, 20, 4, 24, device=DEVICE)
+    caches = torch.zeros(2, 3, 16, 4, 24, device=DEVICE, dtype=torch.float16)
+
+    check_append(list(rows), list(caches), *draw_slots(20, 3, 16))
+
+
+def test_no_tokens_write_nothing():
+    rows = torch.randn(2, 0, 4, 24, device=DEVICE)
+    caches = torch.randn(2, 3, 16, 4, 24, device=DEVICE)
+
+    check_append(list(rows), list(caches), *draw_slots(0, 3, 16))
+
+
+def test_index_dtypes():
+    rows = torch.randn(2, 20, 4, 24, device=DEVICE)
+    caches = torch.randn(2, 3, 16, 4, 24, device=DEVICE)
+    block_idx, position = draw_slots(20, 3, 16)
+
+    check_append(list(rows), list(caches), block_idx.int(), position.long())
+
+
+@pytest.mark.skipif(
+    not HAVE_GPU or torch.cuda.mem_get_info()[0] < 12 * GIB,
+    reason="a cache of more than 2**31 elements wants a GPU with 12 GiB free",
+)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
+def test_cache_of_more_than_2_31_elements(heads_first):
+    num_blocks, block_size, num_heads, head_dim = 2**13 + 2, 256, 8, 128
+    shape = [2, num_blocks, block_size, num_heads, head_dim]
+    if heads_first:
+        shape[2], shape[3] = shape[3], shape[2]
+    storage = torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16)
+    assert storage[0].numel() > 2**31
+    caches = storage.transpose(2, 3) if heads_first else storage
+    rows = torch.randn(2, 3, num_heads, head_dim, device=DEVICE).bfloat16()
+    # The first, the last below 2**31 and the last of all.
+    block_idx = torch.tensor([0, 2**13 - 1, num_blocks - 1], device=DEVICE, dtype=torch.int32)
+    position = torch.tensor([0, 255, 255], device=DEVICE, dtype=torch.int32)
+
+    triton_append(list(rows), list(caches), block_idx, position)
+
+    assert torch.equal(caches[:, block_idx.long(), position.long()], rows)
+    # Nothing else was written, a wrapped-around offset least of all.
+    assert torch.count_nonzero(storage) == torch.count_nonzero(rows)
