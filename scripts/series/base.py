@@ -8,6 +8,7 @@ import ssl
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from series.model import Project, Series, SeriesError, scratch
 
@@ -64,7 +65,7 @@ def _download(project: Project, series: Series, folder: Path, progress: Progress
     import truststore
     from unearth import PackageFinder, UnpackError
     from unearth.auth import MultiDomainBasicAuth
-    from unearth.fetchers import PyPIClient
+    from unearth.fetchers import Fetcher, PyPIClient
     from unearth.preparer import download_link
 
     variables = ('UV_INDEX_URL', 'PIP_INDEX_URL')
@@ -78,7 +79,9 @@ def _download(project: Project, series: Series, folder: Path, progress: Progress
             verify=truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             auth=MultiDomainBasicAuth(index_urls=[index]),
             follow_redirects=True,
-        ) as client:
+        ) as pypi:
+            # unearth's own client does not quite fit unearth's protocol.
+            client = cast(Fetcher, pypi)
             finder = PackageFinder(
                 client, index_urls=[index], no_binary=[series.package], ignore_compatibility=True
             )

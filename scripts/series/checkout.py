@@ -58,7 +58,7 @@ class Checkout:
         except GitError as error:
             raise SeriesError(f'{path} is not Megatron-LM: no {_PACKAGE_INFO} in HEAD.') from error
         numbers = {
-            node.targets[0].id: node.value.value
+            node.targets[0].id: str(node.value.value)
             for node in ast.parse(source).body
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
@@ -109,9 +109,21 @@ class Checkout:
         lines = self.git.run('patch-id', '--stable', stdin=diffs).decode().splitlines()
         return dict(line.split(maxsplit=1) for line in lines)
 
-    def below(self, applied: dict[Patch, str]) -> list[str]:
-        """The commit below the series, then the commits of the applied patches in order."""
-        commits = list(applied.values())
+    def commits(self, number: int) -> list[str]:
+        """The commit below the series, then those of the patches up to stage `number`.
+
+        Raises:
+            SeriesError: not all of them are applied.
+        """
+        applied = self.applied()
+        patches = tree.plan(self.series, number)
+        if lack := [f'not there: {patch.name}' for patch in patches if patch not in applied]:
+            raise SeriesError(
+                f'{self.git.path} does not have stage {number}; run'
+                f' `series apply {self.series.branch} --stage {number} --to {self.git.path}` first.',
+                *lack,
+            )
+        commits = [applied[patch] for patch in patches]
         return [self.git.text('rev-parse', f'{commits[0]}^'), *commits]
 
     @contextmanager

@@ -11,10 +11,20 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from series import base, edit, tree
+from series import base, checks, edit, gates, tree
 from series.checkout import Checkout
 from series.model import Patch, Project, Series, SeriesError
-from series.report import download, out, show_error, steps
+from series.report import (
+    download,
+    explain,
+    out,
+    patch_rows,
+    result_rows,
+    results_table,
+    show_error,
+    show_verdicts,
+    steps,
+)
 
 app = typer.Typer(
     help='Apply, gate and edit the patch series for Megatron-LM under patches/.',
@@ -25,6 +35,7 @@ app = typer.Typer(
 
 Base = Annotated[str, typer.Argument(metavar='BASE', help='The branch, as in `series list`.')]
 StageNumber = Annotated[int, typer.Option('--stage', help='Number of the stage.')]
+Junit = Annotated[Path | None, typer.Option(help='Write the results as JUnit XML.')]
 To = Annotated[Path | None, typer.Option(help='A Git checkout of Megatron-LM, of that branch.')]
 
 
@@ -45,8 +56,24 @@ def _fetched(project: Project, series: Series) -> Path:
         return base.fetch(project, series, progress)
 
 
-def _count(series: Series, number: int) -> int:
-    return len(tree.plan(series, number))
+def _applied(
+    project: Project, series: Series, number: int, to: Path | None = None
+) -> tuple[Path, list[tuple[Patch, float]]]:
+    """Apply a stage with progress; where, and which patches in how many seconds."""
+    done: list[tuple[Patch, float]] = []
+    with steps(f'Applying stage {number}') as expect:
+
+        def on_patch(patch: Patch, seconds: float) -> None:
+            done.append((patch, seconds))
+            step(patch.name)
+
+        if to is None:
+            step = expect(len(tree.plan(series, number)))
+            return tree.make(project, series, number, fresh=True, on_patch=on_patch), done
+        step = expect(len(series.stage(number).patches))
+        checkout = Checkout.at(to, series)
+        checkout.apply(number, on_patch)
+        return checkout.git.path, done
 
 
 @app.command('list')
@@ -75,28 +102,85 @@ def apply(context: typer.Context, base_: Base, number: StageNumber, to: To = Non
     """
     project: Project = context.obj
     series = project.series(base_)
-    stage = series.stage(number)
-    done: list[tuple[Patch, float]] = []
-    if to is not None:
-        target = Checkout.at(to, series)
-        with steps(f'Applying stage {number}', len(stage.patches)) as step:
-            target.apply(number, lambda patch, s: (done.append((patch, s)), step(patch.name))[1])
-        path = target.git.path
-    else:
+    series.stage(number)
+    if to is None:
         _fetched(project, series)
-        with steps(f'Applying stage {number}', _count(series, number)) as step:
-            path = tree.make(
-                project,
-                series,
-                number,
-                fresh=True,
-                on_patch=lambda patch, s: (done.append((patch, s)), step(patch.name))[1],
-            )
-    table = Table('Patch', 'Subject', 'Seconds')
-    for patch, seconds in done:
-        table.add_row(f'{patch.path.parent.name}/{patch.name[:4]}', patch.subject, f'{seconds:.1f}')
+    path, done = _applied(project, series, number, to)
+    table = results_table()
+    patch_rows(table, done)
     out.print(table)
     out.print(f'Stage {number} is applied in {path}', soft_wrap=True)
+
+
+@app.command()
+def gate(
+    context: typer.Context,
+    base_: Base,
+    number: StageNumber,
+    to: To = None,
+    every_patch: Annotated[bool, typer.Option(help='After every single patch, too.')] = False,
+    junit: Junit = None,
+) -> None:
+    """Run a stage's unit tests and regression; on a checkout upstream's own tests as well."""
+    project: Project = context.obj
+    series = project.series(base_)
+    series.stage(number)
+    if to is None:
+        _fetched(project, series)
+    with steps('Testing') as expect:
+        results = gates.gate(
+            project, series, number, to=to, every_patch=every_patch, on_jobs=expect
+        )
+    table = results_table()
+    result_rows(table, results)
+    _conclude(table, results, junit)
+
+
+@app.command()
+def verify(
+    context: typer.Context,
+    base_: Annotated[
+        str | None, typer.Argument(metavar='[BASE]', help='By default the newest.')
+    ] = None,
+    junit: Junit = None,
+) -> None:
+    """Fetch the base, then apply and gate stage after stage: the main job."""
+    project: Project = context.obj
+    series = project.series(base_)
+    _fetched(project, series)
+    table = results_table()
+    results: list[gates.Result] = []
+    for stage in series.stages:
+        _, done = _applied(project, series, stage.number)
+        with steps(f'Testing stage {stage.number}') as expect:
+            own = gates.gate(project, series, stage.number, on_jobs=expect)
+        patch_rows(table, done[len(done) - len(stage.patches) :])
+        result_rows(table, own)
+        table.add_section()
+        results += own
+    _conclude(table, results, junit)
+
+
+def _conclude(table: Table, results: list[gates.Result], junit: Path | None) -> None:
+    out.print(table)
+    passed = explain(results)
+    if junit is not None:
+        gates.write_junit(junit, results)
+    if not passed:
+        raise typer.Exit(1)
+    out.print('[bold green]All gates passed.[/]')
+
+
+@app.command()
+def check(context: typer.Context) -> None:
+    """Check patches, mirrors, messages and style; of every base, and of this repository's code."""
+    project: Project = context.obj
+    for series in project.all_series():
+        _fetched(project, series)
+    with steps('Checking') as expect:
+        verdicts = checks.run(project, expect)
+    if not show_verdicts(verdicts):
+        raise typer.Exit(1)
 
 
 @app.command('open')
@@ -109,7 +193,8 @@ def open_(
     project: Project = context.obj
     series = project.series(base_)
     _fetched(project, series)
-    with steps('Opening', _count(series, len(series.stages))) as step:
+    with steps('Opening') as expect:
+        step = expect(len(tree.plan(series, len(series.stages))))
         path = edit.open_tree(
             project, series, force=force, on_patch=lambda patch, s: step(patch.name)
         )

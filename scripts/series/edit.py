@@ -138,7 +138,8 @@ def export(project: Project, series: Series) -> list[Path]:
         for path, content in after.items():
             if path not in before and path.exists() and path.read_bytes() != content:
                 raise SeriesError(f'The mirror {path} would overwrite a file of this repository.')
-        wanted |= {path: None for path in before} | after
+        wanted |= {path: None for path in before}
+        wanted |= after
     wanted[series.file] = _series_toml(series, patches)
     changes = {
         path: content
@@ -183,7 +184,7 @@ def _series_toml(series: Series, patches: dict[Stage, dict[str, bytes]]) -> byte
         if list(files) != list(stage.patches):
             names = tomlkit.array()
             names.extend(files)
-            document['stage'][stage.number - 1]['patches'] = names.multiline(True)  # type: ignore[index]
+            document['stage'][stage.number - 1]['patches'] = names.multiline(True)
     text = tomlkit.dumps(document)
     Series.parse(text, series.file)
     return text.encode()
