@@ -8,9 +8,9 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-# A program copies a tile of at most this many elements of the keys, and as many of the values: part of
-# a wide row, or several narrow ones. While there are few tokens, each has programs of its own, so that
-# a decode step spreads over the multiprocessors.
+# A program copies a tile of at most this many elements of the keys, and as many of the values:
+# part of a wide row, or several narrow ones. While there are few tokens, each has programs of its
+# own, so that a decode step spreads over the multiprocessors.
 _TILE_ELEMENTS = 1024
 _FEW_TOKENS = 1024
 _ELEMENTS_PER_WARP = 256
@@ -76,12 +76,14 @@ def triton_append(
 ) -> None:
     """Write one row per token to its place in each of one or two paged caches.
 
+    As many rows are written as there are indices; those beyond are left out.
+
     Rows and caches may have any strides, but two caches must have the same; elements are converted
     to the caches' dtype. A cache may hold more than 2**31 elements.
 
     Args:
-        rows (Sequence[Tensor]): Keys and values, or latents alone, each of shape `(tokens, heads,
-            head_dim)` or `(tokens, dim)`.
+        rows (Sequence[Tensor]): Keys and values, or latents alone, each of shape `(tokens or more,
+            heads, head_dim)` or `(tokens or more, dim)`.
         caches (Sequence[Tensor]): As many caches, each of shape `(blocks, block_size, heads,
             head_dim)` or `(blocks, block_size, dim)`.
         block_idx (Tensor): Block of each token, integers of shape `(tokens,)`.
@@ -90,7 +92,8 @@ def triton_append(
     if rows[0].dim() == 2:
         rows = [row.unsqueeze(1) for row in rows]
         caches = [cache.unsqueeze(2) for cache in caches]
-    num_tokens, num_heads, head_dim = rows[0].shape
+    num_tokens = block_idx.numel()
+    _, num_heads, head_dim = rows[0].shape
     if num_tokens == 0:
         return
     row_elements = num_heads * head_dim

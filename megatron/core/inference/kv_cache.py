@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -110,46 +110,41 @@ class KVCacheSpec(ABC):
             TypeError: If `key` or `value` is not floating point, or an index not an integer.
             ValueError: If a shape or a device is not as said.
         """
-        num_tokens = block_idx.numel()
         rows = [key] if value is None else [key, value]
         caches = [cache for cache in self.layer(storage, layer) if cache is not None]
         if len(rows) != len(caches):
             raise ValueError(
                 f"{type(self).__name__} stores {len(caches)} rows a token, not {len(rows)}"
             )
-        for index in (block_idx, position):
-            self._check_index(index, num_tokens, storage.device)
-        for row in rows:
-            self._check_rows(row, num_tokens, storage.device)
+        self._check_step(rows, block_idx, position, storage.device)
 
-        rows = [row[:num_tokens] for row in rows]
         if storage.is_cuda and triton_append is not None:
             triton_append(rows, caches, block_idx, position)
         else:
             for row, cache in zip(rows, caches):
-                cache[block_idx, position] = row.to(cache.dtype)
+                cache[block_idx, position] = row[: block_idx.numel()].to(cache.dtype)
 
-    def _check_index(self, index: Tensor, num_tokens: int, device: torch.device) -> None:
-        if index.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"Cache indices must be int32 or int64, not {index.dtype}")
-        if index.shape != (num_tokens,) or index.device != device:
-            raise ValueError(
-                f"Cache indices must be of shape {(num_tokens,)} on {device}, not "
-                f"{tuple(index.shape)} on {index.device}"
-            )
-
-    def _check_rows(self, rows: Tensor, num_tokens: int, device: torch.device) -> None:
-        if not rows.is_floating_point():
-            raise TypeError(f"Keys and values must be floating point, not {rows.dtype}")
-        if (
-            rows.shape[1:] != self.token_shape
-            or rows.shape[0] < num_tokens
-            or rows.device != device
-        ):
-            raise ValueError(
-                f"Keys and values must be {num_tokens} tokens of shape {self.token_shape} on "
-                f"{device}, not {tuple(rows.shape)} on {rows.device}"
-            )
+    def _check_step(
+        self, rows: List[Tensor], block_idx: Tensor, position: Tensor, device: torch.device
+    ) -> None:
+        num_tokens, token_shape = block_idx.numel(), self.token_shape
+        for index in (block_idx, position):
+            if index.dtype not in (torch.int64, torch.int32):
+                raise TypeError(f"Cache indices must be int32 or int64, not {index.dtype}")
+            if index.shape != (num_tokens,) or index.device != device:
+                raise ValueError(
+                    f"Cache indices must be of shape {(num_tokens,)} on {device}, not "
+                    f"{tuple(index.shape)} on {index.device}"
+                )
+        for row in rows:
+            if not row.is_floating_point():
+                raise TypeError(f"Keys and values must be floating point, not {row.dtype}")
+            shape = row.shape
+            if shape[1:] != token_shape or shape[0] < num_tokens or row.device != device:
+                raise ValueError(
+                    f"Keys and values must be {num_tokens} tokens of shape {token_shape} on "
+                    f"{device}, not {tuple(shape)} on {row.device}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

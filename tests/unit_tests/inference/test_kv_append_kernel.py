@@ -30,7 +30,7 @@ def check_append(rows, caches, block_idx, position):
     expected = []
     for row, cache in zip(rows, caches, strict=True):
         expected.append(cache.clone())
-        expected[-1][block_idx.long(), position.long()] = row.to(cache.dtype)
+        expected[-1][block_idx.long(), position.long()] = row[: block_idx.numel()].to(cache.dtype)
 
     triton_append(rows, caches, block_idx, position)
 
@@ -102,6 +102,13 @@ def test_no_tokens_write_nothing():
     caches = torch.randn(2, 3, 16, 4, 24, device=DEVICE)
 
     check_append(list(rows), list(caches), *draw_slots(0, 3, 16))
+
+
+def test_rows_beyond_the_indices_are_left_out():
+    rows = torch.randn(2, 20, 4, 24, device=DEVICE)
+    caches = torch.randn(2, 3, 16, 4, 24, device=DEVICE)
+
+    check_append(list(rows), list(caches), *draw_slots(13, 3, 16))
 
 
 def test_index_dtypes():
