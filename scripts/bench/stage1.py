@@ -1,0 +1,155 @@
+"""Stage 1 on a GPU: the append kernel's bandwidth and the engine's step times, over the base.
+
+    series apply core_r0.19.0 --stage 1 --to TREE
+    git -C TREE worktree add ../BASE base
+    python scripts/bench/stage1.py --base BASE --stage1 TREE --out docs/benchmarks
+
+Needs a GPU, a FlashAttention that Megatron's dynamic engine takes, and what the engine imports.
+Writes stage1.json and stage1.md and exits with 1 where a goal is missed.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import append
+import steps
+import torch
+
+MAX_RATIO = 1.01
+MIN_OF_COPY = 0.85
+LARGE_APPEND_TOKENS = 16384
+APPEND_HEAD = ["shape", "tokens", "stage 1 µs", "base µs", "ratio", "TB/s", "of copy"]
+
+
+def environment() -> dict[str, str]:
+    """What the figures were measured on."""
+    from importlib import metadata
+
+    import triton
+
+    flash = {
+        name: metadata.version(name)
+        for name in ("flash-attn", "flash-attn-3", "flash-attn-4")
+        if any(found.name == name for found in metadata.distributions())
+    }
+    return {
+        "GPU": torch.cuda.get_device_name(),
+        "CUDA": torch.version.cuda or "",
+        "torch": torch.__version__,
+        "Triton": triton.__version__,
+        **flash,
+    }
+
+
+def misses(appends: list[dict[str, Any]], steps_: list[dict[str, Any]]) -> list[str]:
+    """The goals that were missed, in words."""
+    missed = []
+    for row in appends:
+        case = f"append of {row['tokens']} tokens, {row['shape']}"
+        if row["ratio"] is not None and row["ratio"] > MAX_RATIO:
+            missed.append(f"{case}: {row['ratio']:.3f} of the base's time")
+        if row["tokens"] >= LARGE_APPEND_TOKENS and row["of_copy"] < MIN_OF_COPY:
+            missed.append(f"{case}: {row['of_copy']:.0%} of the copy's bandwidth")
+    for row in steps_:
+        if row["ratio"] > MAX_RATIO:
+            missed.append(f"{row['case']}: {row['ratio']:.3f} of the base's time")
+    return missed
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The results as tables."""
+    appends = []
+    for row in result["append"]:
+        us, ratio = row["us"], row["ratio"]
+        appends.append(
+            [
+                row["shape"],
+                str(row["tokens"]),
+                f"{us['stage1']:.2f}",
+                "" if ratio is None else f"{us['base']:.2f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                f"{row['terabytes_per_second']:.2f}",
+                f"{row['of_copy']:.0%}",
+            ]
+        )
+    step_rows = [
+        [
+            row["case"],
+            f"{row['base']:.3f}",
+            f"{row['stage1']:.3f}",
+            f"{row['ratio']:.3f}",
+            f"{row['spread']:.0%}",
+        ]
+        for row in result["steps"]
+    ]
+    goals = f"ratios at most {MAX_RATIO}, large appends at least {MIN_OF_COPY:.0%} of a copy"
+    return "\n".join(
+        [
+            "# Stage 1 on a GPU",
+            "",
+            "Made by `scripts/bench/stage1.py`; its head says how.",
+            "",
+            *table(list(result["environment"]), [list(result["environment"].values())]),
+            "",
+            "## Append",
+            "",
+            "Device time of one layer's append in bf16, in CUDA graphs, inputs and targets larger",
+            "than the L2 cache. A byte read and a byte written both count, in the copy as well.",
+            "`ratio` is stage 1 over base.",
+            "",
+            *table(APPEND_HEAD, appends),
+            "",
+            "## Engine steps",
+            "",
+            f"Whole steps of the engine on {steps.LAYERS} layers of an 8B's shape in bf16, as wall",
+            "time with the device synchronised, and host time of calls of the context's append.",
+            f"A figure is the least of {steps.ALTERNATIONS} processes' medians, the trees by",
+            "turns; `spread` is how far the base's own processes lie apart.",
+            "",
+            *table(["case", "base", "stage 1", "ratio", "spread"], step_rows),
+            "",
+            "## Goals",
+            "",
+            *([f"- missed: {miss}" for miss in result["missed"]] or [f"All met: {goals}."]),
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Measure, write, and say which goals were missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", type=Path, required=True, help="tree of the unpatched base")
+    parser.add_argument("--stage1", type=Path, required=True, help="tree with stage 1 applied")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs a GPU, and torch finds none.")
+
+    appends = append.run(args.base, args.stage1)
+    step_rows = steps.run(args.base, args.stage1)
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "append": appends,
+        "steps": step_rows,
+        "missed": misses(appends, step_rows),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "stage1.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = markdown(result)
+    (args.out / "stage1.md").write_text(text)
+    print(text)
+    return 1 if result["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
