@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Dict, Iterator, List, Tuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
@@ -28,12 +29,12 @@ NEEDED = (3, 12)
 REPORT_SECONDS = 15
 
 
-def say(text):
+def say(text: str) -> None:
     """Print a line of progress, apart from the command's own output."""
     print("in_venv: " + text, file=sys.stderr, flush=True)
 
 
-def output(*command):
+def output(*command: str) -> str:
     """The last line that a command prints; empty when it fails or is not there."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -43,7 +44,7 @@ def output(*command):
     return lines[-2].strip() if len(lines) > 1 else ""
 
 
-def candidates():
+def candidates() -> Iterator[str]:
     """Paths of Python executables that may do: this one, PATH's, pyenv's, uv's."""
     yield sys.executable
     folders = os.environ.get("PATH", "").split(os.pathsep)
@@ -58,10 +59,10 @@ def candidates():
     yield output("uv", "python", "find", ">=%d.%d" % NEEDED)
 
 
-def find_python():
+def find_python() -> str:
     """The candidate with the lowest version that is high enough and that can make environments."""
     test = "import sys, venv, ensurepip; print('%d %d %d' % sys.version_info[:3])"
-    found = {}
+    found = {}  # type: Dict[Tuple[int, ...], str]
     for path in candidates():
         version = tuple(map(int, output(path, "-c", test).split())) if path else ()
         if version >= NEEDED:
@@ -76,13 +77,13 @@ def find_python():
     return found[max(version for version in found if version[:2] == min(found)[:2])]
 
 
-def current():
+def current() -> str:
     """What a finished installation's stamp says when nothing has changed since."""
     with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def installed():
+def installed() -> str:
     """The stamp of the finished installation; empty when there is none, or its Python is gone."""
     try:
         with open(STAMP) as file:
@@ -91,7 +92,7 @@ def installed():
         return ""
 
 
-def run_logged(command):
+def run_logged(command: List[str]) -> None:
     """Run a long command with its output in LOG, and tell now and then how it is doing."""
     start = time.time()
     with open(LOG, "wb") as log:
@@ -113,13 +114,13 @@ def run_logged(command):
         sys.exit("\n".join(log_lines()[-15:] + ["in_venv: the installation failed; see " + LOG]))
 
 
-def log_lines():
+def log_lines() -> List[str]:
     """The lines of LOG so far, at least one."""
     with open(LOG, errors="replace") as log:
         return log.read().splitlines() or [""]
 
 
-def install():
+def install() -> None:
     """Make VENV, or bring it up to date, and leave the stamp as the last thing."""
     if installed():
         # Whatever goes wrong from here on, the next run begins afresh.
@@ -137,7 +138,7 @@ def install():
         file.write(current())
 
 
-def main():
+def main() -> None:
     """Install if need be, then become the command."""
     if len(sys.argv) < 2:
         sys.exit("usage: python3 scripts/in_venv.py COMMAND [ARGUMENT ...]")

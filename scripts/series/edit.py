@@ -119,7 +119,11 @@ def export(project: Project, series: Series) -> list[Path]:
     """
     git = Git(project.edit_tree(series))
     _refuse_unready(git, series)
-    patches = {stage: formatted(git, span) for stage, span in spans(git, series)}
+    patches = {}
+    for stage, span in spans(git, series):
+        patches[stage] = formatted(git, span)
+        if any(b'\ndiff --git ' not in patch for patch in patches[stage].values()):
+            raise SeriesError(f'{branch(stage)} holds an empty commit, which no patch can be.')
     wanted: dict[Path, bytes | None] = {}
     for stage, files in patches.items():
         folder = series.folder(stage)
@@ -152,29 +156,27 @@ def export(project: Project, series: Series) -> list[Path]:
 
 
 def _refuse_unready(git: Git, series: Series) -> None:
-    tree_path = git.path
-    if not (tree_path / '.git').exists():
+    path = git.path
+    if not (path / '.git').exists():
         raise SeriesError(f'Nothing is open; run `series open {series.branch}` first.')
     if changes := git.lines('status', '--porcelain'):
-        raise SeriesError(f'{tree_path} has uncommitted changes; commit them first.', *changes)
-    if any((tree_path / '.git' / name).exists() for name in ('rebase-merge', 'rebase-apply')):
-        raise SeriesError(f'A rebase is in progress in {tree_path}; end it first.')
+        raise SeriesError(f'{path} has uncommitted changes; commit them first.', *changes)
+    if any((path / '.git' / name).exists() for name in ('rebase-merge', 'rebase-apply')):
+        raise SeriesError(f'A rebase is in progress in {path}; end it first.')
     below = 'base'
     for stage in series.stages:
         tip = branch(stage)
         if not git.ok('rev-parse', '--verify', f'refs/heads/{tip}'):
-            raise SeriesError(f'{tree_path} has no branch {tip}; make it on top of {below}.')
+            raise SeriesError(f'{path} has no branch {tip}; make it on top of {below}.')
         if not git.ok('merge-base', '--is-ancestor', below, tip):
             raise SeriesError(
-                f'{tip} does not build on {below}; in {tree_path} run `git rebase {below} {tip}`.'
+                f'{tip} does not build on {below}; in {path} run `git rebase {below} {tip}`.'
             )
-        for option, what in (('--merges', 'a merge'), ('--no-merges', 'an empty commit')):
-            for commit in git.lines('rev-list', option, f'{below}..{tip}'):
-                if what == 'a merge' or git.ok('diff', '--quiet', f'{commit}^', commit):
-                    raise SeriesError(f'{tip} holds {what}, {commit[:10]}; a patch cannot.')
+        if merges := git.lines('log', '--merges', '--format=%h %s', f'{below}..{tip}'):
+            raise SeriesError(f'{tip} holds a merge, which no patch can be; rebase it.', *merges)
         below = tip
     if not git.ok('merge-base', '--is-ancestor', 'HEAD', below):
-        raise SeriesError(f'HEAD of {tree_path} holds commits that no stage branch holds.')
+        raise SeriesError(f'HEAD of {path} holds commits that no stage branch holds.')
 
 
 def _series_toml(series: Series, patches: dict[Stage, dict[str, bytes]]) -> bytes:

@@ -37,7 +37,7 @@ def show_error(error: SeriesError) -> None:
 def download(title: str) -> Iterator[Callable[[int, int | None], None]]:
     """A progress bar in bytes; yields what to call with the bytes done and in all."""
     columns = (TextColumn('{task.description}'), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=None, visible=False)
         yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
 
@@ -56,7 +56,7 @@ def steps(title: str) -> Iterator[OnJobs]:
         TimeElapsedColumn(),
         TextColumn('{task.fields[step]}', style='dim', markup=False),
     )
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=0, step='')
 
         def step(name: str) -> None:
