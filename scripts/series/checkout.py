@@ -46,7 +46,9 @@ class Checkout:
             SeriesError: it is no Git checkout, not Megatron-LM, or of another version.
         """
         if not path.is_dir():
-            raise SeriesError(f'{path} is not a folder.')
+            raise SeriesError(
+                f'{path} is not a folder; without --to, a tree is made under .series/trees.'
+            )
         try:
             git = Git(
                 Path(Git(path, alone=False).text('rev-parse', '--show-toplevel')), alone=False

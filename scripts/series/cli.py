@@ -221,5 +221,9 @@ def main() -> None:
     except SeriesError as error:
         show_error(error)
     except OSError as error:
-        show_error(SeriesError(f'{error.filename or "A file cannot be read or written"}: {error.strerror}.'))
+        show_error(
+            SeriesError(
+                f'{error.filename or "A file cannot be read or written"}: {error.strerror}.'
+            )
+        )
     sys.exit(1)

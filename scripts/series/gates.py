@@ -213,6 +213,10 @@ def imports(project: Project, folder: Path, modules: Sequence[str], label: str =
     return _in_tree(project, folder, f'{label}imports', '-c', code, *modules)
 
 
+def _label(number: int, patches: int) -> str:
+    return f'stage{number}/{patches:04}: '
+
+
 def at_patch(
     project: Project, series: Series, number: int, folder: Path, patches: int
 ) -> list[Job]:
@@ -228,17 +232,19 @@ def at_patch(
         if name.startswith('megatron/') and name.endswith('.py') and (folder / name).exists()
     ]
     tests = [path for stage in series.stages[:number] for path in stage.unit_tests]
-    label = f'stage{number}/{patches:04}: '
+    label = _label(number, patches)
     return [
         imports(project, folder, modules, label),
         *(unit_test(project, folder, t, label) for t in tests if (folder / t).exists()),
     ]
 
 
-def regression(project: Project, path: str, reference: Path, candidate: Path) -> Job:
+def regression(
+    project: Project, path: str, reference: Path, candidate: Path, label: str = ''
+) -> Job:
     """The job that runs a regression of this repository on two trees."""
     trees = ('--reference', str(reference), '--candidate', str(candidate))
-    return Job(path, ('-m', 'pytest', path, *trees), project.root)
+    return Job(f'{label}{path}', ('-m', 'pytest', path, *trees), project.root)
 
 
 def gate(
@@ -253,7 +259,7 @@ def gate(
     """Run the gate of a stage, in trees that the tool makes or on the checkout `to`.
 
     Args:
-        every_patch: run imports and unit tests after each single patch, too.
+        every_patch: also after each single patch, as far as it is above the reference.
 
     Raises:
         SeriesError: a tree cannot be made, or `to` does not have the stage.
@@ -263,12 +269,13 @@ def gate(
     with ExitStack() as stack:
         at: Callable[[int | None], Path]
         if to is None:
-            at = functools.partial(tree.make, project, series, number)
+            at = functools.cache(functools.partial(tree.make, project, series, number))
         else:
             checkout = Checkout.at(to, series)
             commits = checkout.commits(number)
             own = commits[-len(stage.patches) - 1 :]
 
+            @functools.cache
             def at(patches: int | None) -> Path:
                 if patches is None:
                     return checkout.git.path
@@ -284,12 +291,14 @@ def gate(
             if not (candidate / path).exists():
                 missing.append(Result(path, 0, [_broken(path, 'is not in the patched tree')]))
         results = missing + run(jobs, on_jobs(len(jobs)))
-        if stage.regression:
+        first = stage.reference_patches + 1 if every_patch else len(stage.patches)
+        for path in stage.regression:
             reference = at(stage.reference_patches)
-            # One by one: a regression runs engines of its own, side by side.
-            on_job = on_jobs(len(stage.regression))
-            for path in stage.regression:
-                results += run([regression(project, path, reference, candidate)], on_job)
+            for count in range(first, len(stage.patches) + 1):
+                tested = candidate if count == len(stage.patches) else at(count)
+                job = regression(project, path, reference, tested, _label(number, count))
+                # One by one: a regression runs engines of its own, side by side.
+                results += run([job], on_jobs(1))
         if to is not None:
             below = stack.enter_context(checkout.worktree(commits[0], 'before')).path
             results += upstream(project, series, below, candidate, on_jobs)

@@ -23,9 +23,9 @@ from series.model import Project, Series
 def _index() -> Iterator[Index]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            index.requests += 1
+            served.requests += 1
             if self.path.endswith('.tar.gz'):
-                kind, body = 'application/gzip', index.archive
+                kind, body = 'application/gzip', served.archive
             elif self.path == '/simple/megatron-core/':
                 name = 'megatron_core-9.1.2.tar.gz'
                 page = {'files': [{'filename': name, 'url': f'/{name}', 'hashes': {}}]}
@@ -44,9 +44,9 @@ def _index() -> Iterator[Index]:
             del format, args
 
     with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
-        index = Index(f'http://127.0.0.1:{server.server_port}/simple/', b'')
+        served = Index(f'http://127.0.0.1:{server.server_port}/simple/', b'')
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield index
+        yield served
         server.shutdown()
 
 

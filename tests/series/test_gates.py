@@ -49,7 +49,7 @@ def test_verify(run: Callable[..., Ran], tmp_path: Path) -> None:
         'stage1/0002 [Inference] Turn line 10': ['applied', '', ''],
         'stage1/0002: imports': ['1', '0', '0'],
         'stage1/0002: tests/unit_tests/test_kv.py': ['2', '0', '0'],
-        'tests/regression/test_stage1.py': ['1', '0', '0'],
+        'stage1/0002: tests/regression/test_stage1.py': ['1', '0', '0'],
         'stage2/0001 feat(core): Turn line 20': ['applied', '', ''],
         'stage2/0001: imports': ['1', '0', '0'],
         'stage2/0001: tests/unit_tests/test_kv.py': ['2', '0', '0'],
@@ -81,7 +81,7 @@ def test_regression_that_fails(run: Callable[..., Ran], project: Project, series
     ran = run('gate', BRANCH, '--stage', 1)
     assert ran.status == 1
     assert rows(ran)['stage1/0003: tests/unit_tests/test_kv.py'] == ['2', '0', '0']
-    assert 'tests.regression.test_stage1::test_same' in ran.err
+    assert 'test_stage1::test_same: ' in ran.err
 
 
 def test_every_patch_finds_a_break_in_the_middle(
@@ -101,6 +101,10 @@ def test_every_patch_finds_a_break_in_the_middle(
     assert rows(ran)['stage1/0003: imports'] == ['0', '1', '0']
     assert "ModuleNotFoundError: No module named 'nothing'" in ran.err
     assert rows(ran)['stage1/0004: imports'] == ['1', '0', '0']
+    # The reference is the first patch.
+    assert [name for name in rows(ran) if 'regression' in name] == [
+        f'stage1/000{n}: tests/regression/test_stage1.py' for n in (2, 3, 4)
+    ]
 
 
 @pytest.mark.parametrize(
