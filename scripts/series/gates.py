@@ -84,7 +84,7 @@ class Result:
         if self.informative:
             return []
         return [
-            f'{case_id(case)}: {outcome.message or outcome.text or "failed"}'
+            f'{self.name}: {case_id(case)}: {outcome.message or outcome.text or "failed"}'
             for case in self.failures
             for outcome in case.result
         ]
@@ -182,10 +182,10 @@ def _run(job: Job, running: set[subprocess.Popen[bytes]]) -> Result:
         cases = list(_cases(report)) if report.exists() else []
     result = Result(job.name, time.monotonic() - start, cases)
     if job.is_pytest and process.returncode == 0 and not cases:
-        cases.append(_broken(job.name, 'no test ran'))
+        cases.append(_broken('process', 'no test ran'))
     elif process.returncode != 0 and not result.failures:
         tail = '\n'.join(output.decode(errors='replace').splitlines()[-_TAIL_LINES:])
-        cases.append(_broken(job.name, f'exit status {process.returncode}\n{tail}', tail))
+        cases.append(_broken('process', f'exit status {process.returncode}\n{tail}', tail))
     elif not job.is_pytest:
         cases.append(TestCase(job.name))
     return result
@@ -201,20 +201,20 @@ def _in_tree(project: Project, folder: Path, name: str, *args: str) -> Job:
     return Job(name, args, folder, (folder, project.root / 'tests/support'))
 
 
-def unit_test(project: Project, folder: Path, path: str, label: str = '') -> Job:
-    """The job that runs one of a stage's unit test paths inside a tree."""
-    args = ('-m', 'pytest', '-p', 'megatron_on_cpu', '-p', 'no:cacheprovider', path)
-    return _in_tree(project, folder, f'{label}{path}', *args)
+def unit_tests(project: Project, folder: Path, paths: Sequence[str], name: str) -> Job:
+    """The job that runs test files of a tree inside it."""
+    args = ('-m', 'pytest', '-p', 'megatron_on_cpu', '-p', 'no:cacheprovider')
+    return _in_tree(project, folder, name, *args, *paths)
 
 
-def imports(project: Project, folder: Path, modules: Sequence[str], label: str = '') -> Job:
-    """The job that imports, one after the other, what the series touches."""
+def imports(project: Project, folder: Path, modules: Sequence[str], name: str) -> Job:
+    """The job that imports, one after the other, modules of a tree."""
     code = 'import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]'
-    return _in_tree(project, folder, f'{label}imports', '-c', code, *modules)
+    return _in_tree(project, folder, name, '-c', code, *modules)
 
 
-def _label(number: int, patches: int) -> str:
-    return f'stage{number}/{patches:04}: '
+def _label(number: int, patches: int, what: str) -> str:
+    return f'stage{number}/{patches:04} {what}'
 
 
 def at_patch(
@@ -231,20 +231,22 @@ def at_patch(
         for name in sorted(files)
         if name.startswith('megatron/') and name.endswith('.py') and (folder / name).exists()
     ]
-    tests = [path for stage in series.stages[:number] for path in stage.unit_tests]
-    label = _label(number, patches)
-    return [
-        imports(project, folder, modules, label),
-        *(unit_test(project, folder, t, label) for t in tests if (folder / t).exists()),
+    tests = [
+        path
+        for stage in series.stages[:number]
+        for path in stage.unit_tests
+        if (folder / path).exists()
     ]
+    jobs = [imports(project, folder, modules, _label(number, patches, 'imports'))]
+    if tests:
+        jobs.append(unit_tests(project, folder, tests, _label(number, patches, 'unit tests')))
+    return jobs
 
 
-def regression(
-    project: Project, path: str, reference: Path, candidate: Path, label: str = ''
-) -> Job:
+def regression(project: Project, path: str, reference: Path, candidate: Path, name: str) -> Job:
     """The job that runs a regression of this repository on two trees."""
     trees = ('--reference', str(reference), '--candidate', str(candidate))
-    return Job(f'{label}{path}', ('-m', 'pytest', path, *trees), project.root)
+    return Job(name, ('-m', 'pytest', path, *trees), project.root)
 
 
 def gate(
@@ -289,14 +291,14 @@ def gate(
         jobs += at_patch(project, series, number, candidate, len(stage.patches))
         for path in stage.unit_tests:
             if not (candidate / path).exists():
-                missing.append(Result(path, 0, [_broken(path, 'is not in the patched tree')]))
+                missing.append(Result(path, 0, [_broken('file', 'is not in the patched tree')]))
         results = missing + run(jobs, on_jobs(len(jobs)))
         first = stage.reference_patches + 1 if every_patch else len(stage.patches)
         for path in stage.regression:
             reference = at(stage.reference_patches)
             for count in range(first, len(stage.patches) + 1):
                 tested = candidate if count == len(stage.patches) else at(count)
-                job = regression(project, path, reference, tested, _label(number, count))
+                job = regression(project, path, reference, tested, _label(number, count, path))
                 # One by one: a regression runs engines of its own, side by side.
                 results += run([job], on_jobs(1))
         if to is not None:
@@ -318,7 +320,7 @@ def upstream(
         for folder in series.upstream_tests
         for path in sorted((before / folder).rglob('test_*.py'))
     ]
-    jobs = [unit_test(project, folder, path) for folder in (before, after) for path in files]
+    jobs = [unit_tests(project, tree_, [path], path) for tree_ in (before, after) for path in files]
     if not jobs:
         return []
     results = run(jobs, on_jobs(len(jobs)))

@@ -47,12 +47,12 @@ def test_verify(run: Callable[..., Ran], tmp_path: Path) -> None:
     assert rows(ran) == {
         'stage1/0001 Add the cache': ['applied', '', ''],
         'stage1/0002 [Inference] Turn line 10': ['applied', '', ''],
-        'stage1/0002: imports': ['1', '0', '0'],
-        'stage1/0002: tests/unit_tests/test_kv.py': ['2', '0', '0'],
-        'stage1/0002: tests/regression/test_stage1.py': ['1', '0', '0'],
+        'stage1/0002 imports': ['1', '0', '0'],
+        'stage1/0002 unit tests': ['2', '0', '0'],
+        'stage1/0002 tests/regression/test_stage1.py': ['1', '0', '0'],
         'stage2/0001 feat(core): Turn line 20': ['applied', '', ''],
-        'stage2/0001: imports': ['1', '0', '0'],
-        'stage2/0001: tests/unit_tests/test_kv.py': ['2', '0', '0'],
+        'stage2/0001 imports': ['1', '0', '0'],
+        'stage2/0001 unit tests': ['2', '0', '0'],
     }
     assert 'All gates passed.' in ran.out
     junit = JUnitXml.fromfile(str(tmp_path / 'out/junit.xml'))
@@ -68,8 +68,11 @@ def test_failing_and_skipped_unit_tests(
     change_series(project, series, 'stage1', {'tests/unit_tests/test_kv.py': bad})
     ran = run('gate', BRANCH, '--stage', 1, '--junit', tmp_path / 'junit.xml')
     assert ran.status == 1
-    assert rows(ran)['stage1/0003: tests/unit_tests/test_kv.py'] == ['2', '1', '1']
-    assert 'Failed: tests.unit_tests.test_kv::test_bad: AssertionError: too small' in ran.err
+    assert rows(ran)['stage1/0003 unit tests'] == ['2', '1', '1']
+    assert (
+        'Failed: stage1/0003 unit tests: tests.unit_tests.test_kv::test_bad: AssertionError: too small'
+        in ran.err
+    )
     assert 'skipped 1: needs a GPU' in ran.out
     assert 'All gates passed' not in ran.out
     assert JUnitXml.fromfile(str(tmp_path / 'junit.xml')).failures == 1
@@ -80,8 +83,8 @@ def test_regression_that_fails(run: Callable[..., Ran], project: Project, series
     change_series(project, series, 'stage1', {'megatron/core/engine.py': ENGINE})
     ran = run('gate', BRANCH, '--stage', 1)
     assert ran.status == 1
-    assert rows(ran)['stage1/0003: tests/unit_tests/test_kv.py'] == ['2', '0', '0']
-    assert 'test_stage1::test_same: ' in ran.err
+    assert rows(ran)['stage1/0003 unit tests'] == ['2', '0', '0']
+    assert 'Failed: stage1/0003 tests/regression/test_stage1.py: test_same: ' in ran.err
 
 
 def test_every_patch_finds_a_break_in_the_middle(
@@ -97,13 +100,13 @@ def test_every_patch_finds_a_break_in_the_middle(
     assert run('gate', BRANCH, '--stage', 1).status == 0
     ran = run('gate', BRANCH, '--stage', 1, '--every-patch')
     assert ran.status == 1
-    assert rows(ran)['stage1/0002: imports'] == ['1', '0', '0']
-    assert rows(ran)['stage1/0003: imports'] == ['0', '1', '0']
+    assert rows(ran)['stage1/0002 imports'] == ['1', '0', '0']
+    assert rows(ran)['stage1/0003 imports'] == ['0', '1', '0']
     assert "ModuleNotFoundError: No module named 'nothing'" in ran.err
-    assert rows(ran)['stage1/0004: imports'] == ['1', '0', '0']
+    assert rows(ran)['stage1/0004 imports'] == ['1', '0', '0']
     # The reference is the first patch.
     assert [name for name in rows(ran) if 'regression' in name] == [
-        f'stage1/000{n}: tests/regression/test_stage1.py' for n in (2, 3, 4)
+        f'stage1/000{n} tests/regression/test_stage1.py' for n in (2, 3, 4)
     ]
 
 
@@ -117,7 +120,7 @@ def test_every_patch_finds_a_break_in_the_middle(
 )
 def test_unit_tests_that_do_not_run(project: Project, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / 'test_it.py').write_text(text)
-    (result,) = gates.run([gates.unit_test(project, tmp_path, 'test_it.py')])
+    (result,) = gates.run([gates.unit_tests(project, tmp_path, ['test_it.py'], 'it')])
     assert not result.ok
     assert said in result.problems()[0]
 
@@ -127,7 +130,7 @@ def test_missing_unit_test(run: Callable[..., Ran], project: Project, series: Se
     series.file.write_text(text)
     ran = run('gate', BRANCH, '--stage', 1)
     assert ran.status == 1
-    assert 'tests/test_none.py: is not in the patched tree' in ran.err
+    assert 'tests/test_none.py: file: is not in the patched tree' in ran.err
     del project
 
 
@@ -166,7 +169,8 @@ def test_upstream_test_that_vanishes(
     test.write_text('def test_other(): pass\n')
     _, new = gates.upstream(project, series, checkout.path, after, lambda n: lambda name: None)
     assert new.problems() == [
-        'tests.unit_tests.old.test_old::test_first: passed before the series, is gone after'
+        'upstream tests, after: tests.unit_tests.old.test_old::test_first:'
+        ' passed before the series, is gone after'
     ]
 
 
@@ -196,7 +200,7 @@ def test_interrupted_gate_ends_its_processes(project: Project, tmp_path: Path) -
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        gates.run([gates.unit_test(project, tmp_path, 'test_it.py')])
+        gates.run([gates.unit_tests(project, tmp_path, ['test_it.py'], 'it')])
     status = Path(f'/proc/{pid_file.read_text()}/stat')
     # Gone, or a zombie that its new parent is about to bury.
     assert not status.exists() or status.read_text().rpartition(')')[2].split()[0] == 'Z'
