@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from series import checks, gates, tree
 from series.model import Project, Series
 

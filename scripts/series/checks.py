@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -256,7 +256,16 @@ def own_style(project: Project, tool: str) -> list[str]:
         for name in _files(project)
         if name.endswith('.py') and name.startswith(('scripts/', 'tests/')) and name not in foreign
     ]
-    return _lines(project, tool, _OWN_TOOLS[tool], project.root, names)
+    groups: Iterable[tuple[str, ...]] = [tuple(names)]
+    if tool == 'mypy':
+        # Folder by folder, since each may have a conftest.py, and mypy takes one module of a name.
+        by_folder = itertools.groupby(sorted(names), key=lambda name: Path(name).parts[:2])
+        groups = [tuple(group) for _, group in by_folder]
+    return [
+        line
+        for group in groups
+        for line in _lines(project, tool, _OWN_TOOLS[tool], project.root, group)
+    ]
 
 
 def _said(project: Project, tool: str, folder: Path, names: Sequence[str]) -> list[str]:

@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from synthetic import BRANCH, SDIST, UPSTREAM_TEST, Index, Ran, commit, make_project, sdist
 
 from series import cli
 from series.git import Git
 from series.model import Project, Series
+from synthetic import BRANCH, SDIST, UPSTREAM_TEST, Index, Ran, commit, make_project, sdist
 
 
 @pytest.fixture(scope='session')

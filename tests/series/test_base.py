@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic import BRANCH, SDIST, Index, Ran, sdist
 
 from series import base
 from series.model import Project, Series, SeriesError
+from synthetic import BRANCH, SDIST, Index, Ran, sdist
 
 UNREACHABLE = 'http://127.0.0.1:9/simple/'
 

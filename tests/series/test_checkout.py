@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic import BRANCH, ENGINE, Ran, changed, commit, die_at_patch
 
 from series.checkout import Checkout
 from series.git import Git
 from series.model import Patch, Project, Series
+from synthetic import BRANCH, ENGINE, Ran, changed, commit, die_at_patch
 
 
 def state(git: Git) -> tuple[str, ...]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic import BRANCH, HEADER, SDIST, Ran, changed, commit, message
 
 from series import checks, edit
 from series.git import Git
 from series.model import Patch, Project, Series
+from synthetic import BRANCH, HEADER, SDIST, Ran, changed, commit, message
 
 
 def add(project: Project, series: Series, files: dict[str, str], text: str = '') -> Series:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic import BRANCH, HEADER, Ran, changed, commit, die_at_patch, message
 
 from series import edit
 from series.git import Git
 from series.model import Project, Series, SeriesError
+from synthetic import BRANCH, HEADER, Ran, changed, commit, die_at_patch, message
 
 
 def snapshot(project: Project) -> dict[str, bytes]:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from junitparser import JUnitXml
-from synthetic import BRANCH, ENGINE, UNIT_TEST, Ran, commit, message
 
 from series import edit, gates
 from series.git import Git
 from series.model import Project, Series
+from synthetic import BRANCH, ENGINE, UNIT_TEST, Ran, commit, message
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from synthetic import BRANCH, Ran
 
 from series.model import Project, Series
+from synthetic import BRANCH, Ran
 
 
 def test_list(run: Callable[..., Ran]) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic import BRANCH, Ran, changed, die_at_patch
 
 from series import base, tree
 from series.git import Git
 from series.model import Project, Series, SeriesError
+from synthetic import BRANCH, Ran, changed, die_at_patch
 
 
 def break_patch(series: Series, stage: int, number: int, old: str, new: str) -> None:
