@@ -78,10 +78,12 @@ class Checkout:
         """Which patches of the series HEAD has, each with its commit.
 
         A commit counts by its subject, also when a pull request's number was added or when a
-        backport wrapped it, or by its patch id. Reverted commits do not count.
+        backport wrapped it, or by its patch id; one with a stage's title is the stage, squashed.
+        Reverted commits do not count.
         """
-        patches = [patch for stage in self.series.stages for patch in self.series.patches(stage)]
-        by_subject = {_title(patch.subject): patch for patch in patches}
+        patches = tree.plan(self.series, len(self.series.stages))
+        by_subject = {_title(s.title): self.series.patches(s) for s in self.series.stages}
+        by_subject |= {_title(patch.subject): [patch] for patch in patches}
         found: dict[Patch, str] = {}
         reverted: set[str] = set()
         log = self.git.run('log', f'--max-count={_DEPTH}', '-z', '--format=%H%n%B')
@@ -90,8 +92,7 @@ class Checkout:
             if commit in reverted:
                 continue
             reverted.update(re.findall(r'^This reverts commit ([0-9a-f]{40})', message, re.M))
-            patch = by_subject.get(_title(message.partition('\n')[0]))
-            if patch is not None:
+            for patch in by_subject.get(_title(message.partition('\n')[0]), []):
                 found.setdefault(patch, commit)
         for patch, commit in self._same_diff([p for p in patches if p not in found]).items():
             if commit not in reverted:
@@ -108,8 +109,9 @@ class Checkout:
         return {ids[key]: commit for key, commit in self._patch_ids(log).items() if key in ids}
 
     def _patch_ids(self, diffs: bytes) -> dict[str, str]:
+        """Patch id to commit, of a log; the newest commit where two do the same."""
         lines = self.git.run('patch-id', '--stable', stdin=diffs).decode().splitlines()
-        return dict(line.split(maxsplit=1) for line in lines)
+        return dict(line.split(maxsplit=1) for line in reversed(lines))
 
     def commits(self, number: int) -> list[str]:
         """The commit below the series, then those of the patches up to stage `number`.

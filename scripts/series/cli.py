@@ -29,6 +29,7 @@ from series.report import (
 app = typer.Typer(
     help='Apply, gate and edit the patch series for Megatron-LM under patches/.',
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={'help_option_names': ['-h', '--help']},
 )
@@ -43,7 +44,10 @@ To = Annotated[Path | None, typer.Option(help='A Git checkout of Megatron-LM, of
 def _root(
     context: typer.Context,
     root: Annotated[
-        Path, typer.Option(envvar='SERIES_ROOT', help='The repository that holds patches/.')
+        Path,
+        typer.Option(
+            envvar='SERIES_ROOT', show_default=False, help='The repository that holds patches/.'
+        ),
     ] = Path(__file__)
     .resolve()
     .parents[2],

@@ -187,6 +187,16 @@ def test_applied_under_another_subject(
     assert 'already applied in part' in unchanged()
 
 
+def test_applied_squashed(
+    applied: Callable[[int], None], unchanged: Callable[..., str], checkout: Git
+) -> None:
+    applied(1)
+    checkout.run('reset', '-q', '--soft', 'HEAD^^')
+    checkout.run('commit', '-q', '-m', 'The first stage (#77)')
+    assert 'Stage 1 is already applied to' in unchanged()
+    applied(2)
+
+
 def test_reverted_is_not_applied(applied: Callable[[int], None], checkout: Git) -> None:
     applied(1)
     checkout.run('revert', '--no-edit', 'HEAD', 'HEAD^')
