@@ -40,18 +40,17 @@ Junit = Annotated[Path | None, typer.Option(help='Write the results as JUnit XML
 To = Annotated[Path | None, typer.Option(help='A Git checkout of Megatron-LM, of that branch.')]
 
 
+Root = Annotated[
+    Path,
+    typer.Option(
+        envvar='SERIES_ROOT', show_default=False, help='The repository that holds patches/.'
+    ),
+]
+_HERE = Path(__file__).resolve().parents[2]
+
+
 @app.callback()
-def _root(
-    context: typer.Context,
-    root: Annotated[
-        Path,
-        typer.Option(
-            envvar='SERIES_ROOT', show_default=False, help='The repository that holds patches/.'
-        ),
-    ] = Path(__file__)
-    .resolve()
-    .parents[2],
-) -> None:
+def _root(context: typer.Context, root: Root = _HERE) -> None:
     context.obj = Project(root.resolve())
 
 
