@@ -1,0 +1,107 @@
+"""Runs both trees of a regression, once a session and device, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / 'support')]
+
+from recording import Run  # noqa: E402
+
+_MINUTES = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The two trees; the tool's own by default."""
+    for name, role in (('--reference', 'before'), ('--candidate', 'after')):
+        parser.addoption(
+            name, type=Path, help=f'folder that holds megatron/ as it is {role} the stage'
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line('markers', 'gpu: needs a GPU')
+
+
+@pytest.fixture(scope='session')
+def trees(request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """The trees before and after stage 1: those of the options, or made here."""
+    given = [request.config.getoption(name) for name in ('reference', 'candidate')]
+    if None not in given:
+        return given[0], given[1]
+    if given != [None, None]:
+        raise pytest.UsageError('give both of --reference and --candidate, or neither')
+    from series import tree
+    from series.model import Project
+
+    project = Project(_HERE.parents[1])
+    series = project.series()
+    return (
+        tree.make(project, series, 1, series.stage(1).reference_patches),
+        tree.make(project, series, 1),
+    )
+
+
+def _run(trees: tuple[Path, Path], folders: tuple[Path, Path], device: str) -> None:
+    """Run all scenarios on both trees, side by side.
+
+    The tree after the stage also runs the heads-first twins and the deliberate faults.
+
+    Raises:
+        RuntimeError: a runner failed.
+    """
+    runners = []
+    try:
+        for tree, out, extra in zip(trees, folders, ([], ['--hnd', '--faults']), strict=True):
+            command = [sys.executable, '-P', str(_HERE / 'runner.py'), '--device', device, *extra]
+            command += ['--tree', str(tree), '--out', str(out)]
+            with (out / 'log').open('w') as log:
+                runners.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        for tree, out, runner in zip(trees, folders, runners, strict=True):
+            if status := runner.wait(60 * _MINUTES):
+                log_end = (out / 'log').read_text()[-5000:]
+                raise RuntimeError(f'the runner ended with {status} on {tree}:\n{log_end}')
+    finally:
+        for runner in runners:
+            runner.kill()
+            runner.wait()
+
+
+@pytest.fixture(scope='session')
+def runs_on(
+    trees: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Run, Run]]:
+    """Gives the runs of both trees on a device, made when first asked for."""
+    done: dict[str, tuple[Run, Run] | Exception] = {}
+
+    def runs(device: str) -> tuple[Run, Run]:
+        if device not in done:
+            before, after = (
+                tmp_path_factory.mktemp(f'{device}-{role}') for role in ('before', 'after')
+            )
+            try:
+                _run(trees, (before, after), device)
+                done[device] = Run(before), Run(after)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                done[device] = error
+        result = done[device]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return runs
+
+
+@pytest.fixture
+def runs(
+    request: pytest.FixtureRequest, runs_on: Callable[[str], tuple[Run, Run]]
+) -> tuple[Run, Run]:
+    """The runs before and after the stage, on the device that is the parameter."""
+    return runs_on(request.param)

@@ -1,0 +1,316 @@
+"""Runs one scenario on the engine of the tree that is on the path, and records it."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import megatron_on_cpu
+import reference_attention
+import tiny_engine
+import without_gpu_packages
+from faults import FAULTS
+from megatron.core.inference import config as inference_config
+from megatron.core.inference import unified_memory
+from megatron.core.inference.contexts import dynamic_context
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.core.inference.utils import InferenceMode
+from recording import Forward, Outcome, Recording
+from reference_attention import gather_paged
+from scenarios import Scenario
+from tiny_engine import Model
+
+_ENUMS = {
+    'prefix_caching_eviction_policy': inference_config.PrefixCachingEvictionPolicy,
+    'kv_cache_management_mode': inference_config.KVCacheManagementMode,
+    'async_sched_mode': inference_config.AsyncScheduleMode,
+}
+
+
+def prepare(device: torch.device) -> None:
+    """Replace what the scenarios' models need and this machine may not have."""
+    without_gpu_packages.mla_without_transformer_engine()
+    if device.type == 'cpu':
+        megatron_on_cpu.append_without_triton()
+
+
+def run(scenario: Scenario, device: torch.device, fault: str = '') -> Outcome:
+    """Run a scenario, with one of `FAULTS` if it is named; never raises what the scenario raises."""
+    try:
+        if reason := _missing(scenario, device):
+            return Outcome(skipped=reason)
+        model = _build_model(scenario, device)
+        recording = _record(scenario, model, device, fault)
+        dense = {} if fault else _compare_with_dense(scenario, model, recording, device)
+        return Outcome(recording, dense=dense)
+    except Exception:
+        return Outcome(error=traceback.format_exc())
+    finally:
+        InferenceMode.unset_active()
+
+
+def _missing(scenario: Scenario, device: torch.device) -> str:
+    """What a machine with a GPU still lacks for a scenario."""
+    if scenario.inference.get('unified_memory_level'):
+        try:
+            unified_memory.create_unified_mempool()
+        except unified_memory.UnifiedMemoryUnsupportedError as error:
+            return f'there is no unified memory: {error}'
+    if scenario.inference.get('static_kv_memory_pointers'):
+        if not dynamic_context.HAVE_TORCH_MEMORY_SAVER:
+            return 'torch_memory_saver is not installed'
+    if device.type == 'cuda' and torch.cuda.device_count() < scenario.ranks:
+        return f'each of {scenario.ranks} ranks needs a GPU'
+    return ''
+
+
+def _build_model(scenario: Scenario, device: torch.device, **changes: Any) -> Model:
+    options = {**scenario.model, **changes}
+    dtype = getattr(torch, options.pop('dtype', 'float32'))
+    return tiny_engine.build_model(device, dtype, **options)
+
+
+def _prompts(scenario: Scenario) -> list[list[int]]:
+    return tiny_engine.make_prompts(scenario.lengths, scenario.shared)
+
+
+def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) -> Recording:
+    options = {
+        name: _ENUMS[name](value) if name in _ENUMS else value
+        for name, value in scenario.inference.items()
+    }
+    recording = Recording()
+    counters: Counter[str] = Counter()
+    launches: list[object] = []
+    with ExitStack() as stack:
+        if scenario.right_drafts is not None:
+            stack.enter_context(_drafts(scenario, model, scenario.right_drafts))
+        if 'cuda_graph_impl' in scenario.model:
+            stack.enter_context(
+                mock.patch.object(
+                    reference_attention,
+                    'attend_paged',
+                    reference_attention.attend_paged_without_sync,
+                )
+            )
+        if fault:
+            stack.enter_context(FAULTS[fault](model))
+        if scenario.interpreted_append and device.type == 'cpu':
+            launches = stack.enter_context(without_gpu_packages.append_by_interpreted_triton())
+        engine = tiny_engine.build_engine(model, **options)
+        context = engine.context
+        _poison(context)
+
+        def after_forward(module: Any, inputs: Any, output: Tensor) -> None:
+            del module, inputs
+            counters['graph_steps'] += context.using_cuda_graph_this_step()
+            recording.forwards.append(_forward(context, output))
+            recording.cache.append(_valid_cache(context, model))
+
+        stack.callback(model.module.register_forward_hook(after_forward).remove)
+
+        def after_step(step: int) -> None:
+            counters['paused'] += int(context.paused_request_count > 0)
+            counters['chunks'] += int(context.chunked_prefill_request_id != -1)
+            recording.free_blocks.append(int(context.kv_block_allocator.total_avail))
+            if scenario.suspend_every and step % scenario.suspend_every == 0:
+                engine.suspend()
+                engine.resume()
+                counters['suspensions'] += 1
+                if options.get('kv_cache_management_mode') == 'recompute':
+                    _poison(context)
+
+        finished = tiny_engine.run_engine(
+            engine,
+            _prompts(scenario),
+            {
+                'num_tokens_to_generate': scenario.new_tokens,
+                'termination_id': -1,
+                **scenario.sampling,
+            },
+            steps_between=scenario.steps_between,
+            after_step=after_step,
+        )
+        allocator, storage = context.kv_block_allocator, context.memory_buffer
+        accepted = int(sum(engine._spec_tokens_accepted_per_pos))
+        counters |= {
+            'evicted': engine.evicted_request_count,
+            'prefix_hits': engine._prefix_cache_hits,
+            'prefix_blocks': engine._prefix_cache_blocks_matched,
+            'overlaps': context.async_sched_step_count,
+            'unified_memory': context.unified_memory_level,
+            'triton_appends': len(launches),
+            'drafts_accepted': accepted,
+            'drafts_rejected': int(sum(engine._spec_tokens_proposed_per_pos)) - accepted,
+        }
+        recording.tokens, recording.log_probs = finished.tokens, finished.log_probs
+        recording.steps, recording.counters = finished.steps, dict(counters)
+        recording.blocks = {
+            'total': allocator.total_count,
+            'active': allocator.active_count,
+            'paused': allocator.paused_count,
+        }
+        recording.block_bytes = context.block_size_bytes
+        recording.storage = {
+            'bytes': storage.untyped_storage().nbytes(),
+            'shape': tuple(storage.shape),
+            'strides': storage.stride(),
+            'dtype': str(storage.dtype),
+        }
+    return recording
+
+
+def _poison(context: Any) -> None:
+    """Make all of the cache NaN: what is read before it is written spoils what it reaches."""
+    context.memory_buffer.fill_(torch.nan)
+
+
+def _forward(context: Any, output: Tensor) -> Forward:
+    """What a forward pass was given and gave, seen when the model returns."""
+    view, count = context.gpu_view, context.active_token_count
+    ids = context.request_ids.tolist()
+    tokens = [
+        (ids[index], position, token)
+        for index, position, token in zip(
+            view.token_to_request_idx[:count].tolist(),
+            view.token_to_pos_ids[:count].tolist(),
+            view.token_to_input_ids[:count].tolist(),
+            strict=True,
+        )
+    ]
+    rows = tokens
+    if context.config.materialize_only_last_token_logits:
+        chosen = context.active_logit_idxs[: context.num_last_token_logits].tolist()
+        rows = [tokens[index] for index in chosen]
+    return Forward(rows, tokens, output[0, : len(rows)].detach().cpu().clone())
+
+
+def _valid_cache(context: Any, model: Model) -> dict[tuple[int, int], str]:
+    """Hashes of what a forward pass found or put in the cache, by request and layer."""
+    hashes = {}
+    requests = context.request_ids[context.paused_request_count : context.total_request_count]
+    lengths = context.cu_kv_lengths()[1].tolist()
+    for layer in model.attention_layers:
+        *caches, table = context.key_value_cache(layer)
+        for index, request in enumerate(requests.tolist()):
+            digest, is_nan = hashlib.sha256(), False
+            for cache in caches:
+                if cache is not None:
+                    valid = gather_paged(cache, table[index], lengths[index]).contiguous().cpu()
+                    digest.update(valid.view(torch.uint8).numpy().tobytes())
+                    is_nan |= bool(valid.isnan().any())
+            hashes[request, layer] = (
+                f'{lengths[index]} tokens {digest.hexdigest()}{", not numbers" * is_nan}'
+            )
+    return hashes
+
+
+_texts: dict[str, list[list[int]]] = {}
+
+
+def _continued(scenario: Scenario, model: Model) -> list[list[int]]:
+    """The prompts with what the model generates for them, by an engine that does not speculate."""
+    key = repr((model.config, scenario.lengths, scenario.shared))
+    if key not in _texts:
+        spare = scenario.new_tokens + model.config.mtp_num_layers
+        finished = tiny_engine.run_engine(
+            tiny_engine.build_engine(model, block_size_tokens=64),
+            _prompts(scenario),
+            {'num_tokens_to_generate': spare, 'termination_id': -1, 'top_k': 1},
+        )
+        _texts[key] = [
+            prompt + finished.tokens[request] for request, prompt in enumerate(_prompts(scenario))
+        ]
+    return _texts[key]
+
+
+def _drafts(
+    scenario: Scenario, model: Model, right: float
+) -> AbstractContextManager[Callable[..., None]]:
+    """Context in which drafts are what the model will say, with probability `right` each.
+
+    Those of a random model hardly ever are, so that none would be accepted.
+    """
+    texts = _continued(scenario, model)
+    random = torch.Generator().manual_seed(5)
+    draft = TextGenerationController._compute_serial_mtp_and_sample
+
+    def drafted(controller: Any, base_position: Tensor | None = None) -> None:
+        draft(controller, base_position)
+        context = controller.inference_wrapped_model.inference_context
+        active = slice(context.paused_request_count, context.total_request_count)
+        if base_position is None:
+            base_position = context.request_kv_length_offsets + context.request_query_lengths
+            base_position = base_position[active]
+        drafts = controller._sampled_mtp_tokens_cuda
+        for index, request in enumerate(context.request_ids[active].tolist()):
+            for depth in range(controller.num_mtp_depths):
+                said = texts[request][int(base_position[index]) + 1 + depth :][:1]
+                if said and torch.rand((), generator=random) < right:
+                    drafts[depth, index] = said[0]
+
+    return mock.patch.object(TextGenerationController, '_compute_serial_mtp_and_sample', drafted)
+
+
+def _dense_model(scenario: Scenario, model: Model, device: torch.device) -> Model:
+    """The same model for forwards without a cache: MLA then must not cache latents."""
+    if not scenario.model.get('multi_latent_attention'):
+        return model
+    return _build_model(scenario, device, cache_mla_latents=False)
+
+
+def _compare_with_dense(
+    scenario: Scenario, model: Model, recording: Recording, device: torch.device
+) -> dict[str, float]:
+    """How far all that the engine computed is from forwards without a cache.
+
+    Of the rows, those are left out that follow a draft which the model rejected.
+
+    Returns:
+        Rows compared; the largest difference of logits; the most by which a generated token's
+        logit fell short of the largest one; the largest difference of log-probs.
+    """
+    dense = _dense_model(scenario, model, device)
+    texts = {
+        request: prompt + recording.tokens[request]
+        for request, prompt in enumerate(_prompts(scenario))
+    }
+    logits = {
+        request: tiny_engine.dense_logits(dense, text).cpu() for request, text in texts.items()
+    }
+    result: dict[str, float] = {'rows': 0, 'logits': 0, 'tokens': 0, 'log_probs': 0}
+    for forward in recording.forwards:
+        wrong_from: dict[int, int] = {}
+        for request, position, token in forward.tokens:
+            text = texts[request]
+            if position >= len(text) or text[position] != token:
+                wrong_from[request] = min(position, wrong_from.get(request, position))
+        for row, (request, position, _) in enumerate(forward.rows):
+            if position < wrong_from.get(request, len(texts[request])):
+                difference = (forward.logits[row].float() - logits[request][position]).abs().max()
+                # `max` would lose a NaN.
+                result['logits'] = float(torch.tensor([result['logits'], difference]).max())
+                result['rows'] += 1
+    for request, text in texts.items():
+        first = len(text) - len(recording.tokens[request])
+        if scenario.sampling.get('top_k') == 1:
+            said = logits[request][first - 1 : -1]
+            chosen = said.gather(-1, torch.tensor(text[first:])[:, None])[:, 0]
+            short = float((said.max(-1).values - chosen).max())
+            result['tokens'] = max(result['tokens'], short)
+        if found := recording.log_probs[request]:
+            wanted = logits[request][:-1].log_softmax(-1)
+            wanted = wanted.gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
+            difference = (wanted - torch.tensor(found)).abs().max()
+            result['log_probs'] = max(result['log_probs'], float(difference))
+    return result
