@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import append
 import steps
-import torch
 
 MAX_RATIO = 1.01
 MIN_OF_COPY = 0.85

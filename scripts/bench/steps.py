@@ -33,9 +33,6 @@ VOCABULARY = 32000
 def build_engine(graphs: bool) -> Any:
     """An engine on a model of an 8B's layer shape: 32 query heads, 8 KV heads, head dim 128."""
     import torch
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
     from megatron.core.inference.config import InferenceConfig
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
@@ -44,6 +41,9 @@ def build_engine(graphs: bool) -> Any:
         GPTInferenceWrapper,
     )
     from megatron.core.inference.text_generation_controllers import text_generation_controller
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -135,10 +135,10 @@ def worker(out: Path) -> None:
 
     import torch
     import torch.distributed as dist
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import attention
 
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import attention
 
     if getattr(attention, "HAVE_FA4", False):
         # FlashAttention-4 has no split-KV on Hopper, and Megatron asks it to choose.

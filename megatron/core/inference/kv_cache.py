@@ -10,26 +10,19 @@ or replace the storage without anything here keeping the old one alive.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from megatron.core.inference.config import KVCacheLayout
+
 try:
     from megatron.core.inference.kv_append_kernel import triton_append
+
+    HAVE_TRITON = True
 except ImportError:
-    triton_append = None  # type: ignore[assignment]
-
-
-class KVCacheLayout(str, Enum):
-    """Order of the axes within a block: tokens (N), KV heads (H) and head dim (D)."""
-
-    NHD = "NHD"
-    """All heads of one token lie together."""
-
-    HND = "HND"
-    """All tokens of one head lie together."""
+    HAVE_TRITON = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +52,7 @@ class KVCacheSpec(ABC):
         """Shape of the storage that holds `num_blocks` blocks of every layer."""
 
     @abstractmethod
-    def layer(self, storage: Tensor, layer: int) -> Tuple[Tensor, Optional[Tensor]]:
+    def layer_views(self, storage: Tensor, layer: int) -> Tuple[Tensor, Optional[Tensor]]:
         """Views of one layer's cache.
 
         Args:
@@ -108,42 +101,47 @@ class KVCacheSpec(ABC):
 
         Raises:
             TypeError: If `key` or `value` is not floating point, or an index not an integer.
-            ValueError: If a shape or a device is not as said.
+            ValueError: If the storage is not of this spec, or a shape or a device is not as said.
         """
         rows = [key] if value is None else [key, value]
-        caches = [cache for cache in self.layer(storage, layer) if cache is not None]
+        caches = [cache for cache in self.layer_views(storage, layer) if cache is not None]
         if len(rows) != len(caches):
             raise ValueError(
-                f"{type(self).__name__} stores {len(caches)} rows a token, not {len(rows)}"
+                f"{type(self).__name__} stores keys {'and values' if value is None else 'alone'}, "
+                f"but was given {'no' if value is None else 'a'} value"
             )
-        self._check_step(rows, block_idx, position, storage.device)
+        self._check_append(caches[0], rows, block_idx, position)
 
-        if storage.is_cuda and triton_append is not None:
+        if storage.is_cuda and HAVE_TRITON:
             triton_append(rows, caches, block_idx, position)
         else:
             for row, cache in zip(rows, caches):
                 cache[block_idx, position] = row[: block_idx.numel()].to(cache.dtype)
 
-    def _check_step(
-        self, rows: List[Tensor], block_idx: Tensor, position: Tensor, device: torch.device
+    def _check_append(
+        self, cache: Tensor, rows: List[Tensor], block_idx: Tensor, position: Tensor
     ) -> None:
-        num_tokens, token_shape = block_idx.numel(), self.token_shape
-        for index in (block_idx, position):
+        token_shape, device, num_tokens = self.token_shape, cache.device, block_idx.numel()
+        if cache.shape[1:] != (self.block_size_tokens, *token_shape) or cache.dtype != self.dtype:
+            raise ValueError(
+                f"The storage, {cache.dtype} with views {cache.shape}, is not of {self}"
+            )
+        for name, index in (("block_idx", block_idx), ("position", position)):
             if index.dtype not in (torch.int64, torch.int32):
-                raise TypeError(f"Cache indices must be int32 or int64, not {index.dtype}")
+                raise TypeError(f"{name} must be int32 or int64, not {index.dtype}")
             if index.shape != (num_tokens,) or index.device != device:
                 raise ValueError(
-                    f"Cache indices must be of shape {(num_tokens,)} on {device}, not "
+                    f"{name} must be of shape {(num_tokens,)} on {device}, not "
                     f"{tuple(index.shape)} on {index.device}"
                 )
-        for row in rows:
+        for name, row in zip(("key", "value"), rows):
             if not row.is_floating_point():
-                raise TypeError(f"Keys and values must be floating point, not {row.dtype}")
+                raise TypeError(f"{name} must be floating point, not {row.dtype}")
             shape = row.shape
             if shape[1:] != token_shape or shape[0] < num_tokens or row.device != device:
                 raise ValueError(
-                    f"Keys and values must be {num_tokens} tokens of shape {token_shape} on "
-                    f"{device}, not {tuple(shape)} on {row.device}"
+                    f"{name} must hold at least {num_tokens} tokens of shape {token_shape} on "
+                    f"{device}, not be {tuple(shape)} on {row.device}"
                 )
 
 
@@ -162,10 +160,6 @@ class AttentionKVCacheSpec(KVCacheSpec):
     head_dim: int
     layout: KVCacheLayout = KVCacheLayout.NHD
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "layout", KVCacheLayout(self.layout))
-
     @property
     def token_shape(self) -> Tuple[int, int]:
         """`(kv_heads, head_dim)`."""
@@ -182,7 +176,7 @@ class AttentionKVCacheSpec(KVCacheSpec):
             block = block[::-1]
         return (2, self.num_layers, num_blocks, *block, self.head_dim)
 
-    def layer(self, storage: Tensor, layer: int) -> Tuple[Tensor, Tensor]:
+    def layer_views(self, storage: Tensor, layer: int) -> Tuple[Tensor, Tensor]:
         """Keys and values of one layer, each `(blocks, block_size, kv_heads, head_dim)`."""
         keys, values = storage[0, layer], storage[1, layer]
         if self.layout is KVCacheLayout.HND:
@@ -209,6 +203,6 @@ class LatentKVCacheSpec(KVCacheSpec):
         """`(layers, blocks, block_size, latent_dim)`."""
         return (self.num_layers, num_blocks, self.block_size_tokens, self.latent_dim)
 
-    def layer(self, storage: Tensor, layer: int) -> Tuple[Tensor, None]:
+    def layer_views(self, storage: Tensor, layer: int) -> Tuple[Tensor, None]:
         """Latents of one layer, `(blocks, block_size, latent_dim)`; there is no value cache."""
         return storage[layer], None

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from megatron.core.inference import kv_append_kernel
 from megatron.core.inference.kv_append_kernel import triton_append
 
 HAVE_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAVE_GPU else "cpu")
-GIB = 1024**3
 
 pytestmark = pytest.mark.skipif(
     not HAVE_GPU and os.environ.get("TRITON_INTERPRET") != "1",
@@ -40,7 +40,10 @@ def check_append(rows, caches, block_idx, position):
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(1234)
+    """The same numbers in every test, whatever ran before, and none taken from later tests."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -53,8 +56,8 @@ def seed():
         pytest.param(64, 1, 64, 2, 64, id="one-full-block"),
         pytest.param(130, 5, 64, 1, 128, id="one-head"),
         pytest.param(50, 3, 256, 3, 80, id="head-dim-80"),
-        pytest.param(1030, 5, 256, 2, 20, id="many-tokens-of-narrow-rows"),
-        pytest.param(5, 2, 16, 32, 192, id="row-wider-than-a-tile"),
+        pytest.param(5, 2, 16, 32, 192, id="rows-of-several-tiles"),
+        pytest.param(5, 2, 16, 3, 400, id="rows-of-a-tile-and-a-part"),
     ],
 )
 def test_keys_and_values(num_tokens, num_blocks, block_size, num_heads, head_dim, dtype):
@@ -62,6 +65,15 @@ def test_keys_and_values(num_tokens, num_blocks, block_size, num_heads, head_dim
     caches = torch.randn(2, num_blocks, block_size, num_heads, head_dim, device=DEVICE).to(dtype)
 
     check_append(list(rows), list(caches), *draw_slots(num_tokens, num_blocks, block_size))
+
+
+@pytest.mark.parametrize("num_heads, head_dim", [(2, 20), (3, 400)], ids=["narrow", "wide"])
+def test_many_tokens_share_programs(monkeypatch, num_heads, head_dim):
+    monkeypatch.setattr(kv_append_kernel, "_FEW_TOKENS", 30)
+    rows = torch.randn(2, 31, num_heads, head_dim, device=DEVICE)
+    caches = torch.randn(2, 3, 16, num_heads, head_dim, device=DEVICE)
+
+    check_append(list(rows), list(caches), *draw_slots(31, 3, 16))
 
 
 @pytest.mark.parametrize("latent_dim", [13, 40, 576])
@@ -119,26 +131,44 @@ def test_index_dtypes():
     check_append(list(rows), list(caches), block_idx.int(), position.long())
 
 
-@pytest.mark.skipif(
-    not HAVE_GPU or torch.cuda.mem_get_info()[0] < 12 * GIB,
-    reason="a cache of more than 2**31 elements wants a GPU with 12 GiB free",
+@pytest.fixture
+def big_tensor():
+    """A zeroed tensor of more than 2**31 elements, with room for axes whose offsets exceed that."""
+    needed = 9400 * 256 * 8 * 128 * 2
+    if not HAVE_GPU:
+        pytest.skip("more than 2**31 elements are for the memory of a GPU")
+    if torch.cuda.mem_get_info()[0] < 1.1 * needed:
+        pytest.skip(f"needs {1.1 * needed / 1024**3:.1f} GiB of free GPU memory")
+    return torch.zeros(needed // 2, device=DEVICE, dtype=torch.bfloat16)
+
+
+def count_nonzero(tensor):
+    """Elements that are not zero, counted in pieces that fit in memory."""
+    return sum(int(torch.count_nonzero(piece)) for piece in tensor.split(2**26))
+
+
+@pytest.mark.parametrize(
+    "axes", ["blocks-tokens-heads", "blocks-heads-tokens", "heads-blocks-tokens"]
 )
-@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
-def test_cache_of_more_than_2_31_elements(heads_first):
-    num_blocks, block_size, num_heads, head_dim = 2**13 + 2, 256, 8, 128
-    shape = [2, num_blocks, block_size, num_heads, head_dim]
-    if heads_first:
-        shape[2], shape[3] = shape[3], shape[2]
-    storage = torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16)
-    assert storage[0].numel() > 2**31
-    caches = storage.transpose(2, 3) if heads_first else storage
-    rows = torch.randn(2, 3, num_heads, head_dim, device=DEVICE).bfloat16()
-    # The first, the last below 2**31 and the last of all.
-    block_idx = torch.tensor([0, 2**13 - 1, num_blocks - 1], device=DEVICE, dtype=torch.int32)
+def test_cache_of_more_than_2_31_elements(big_tensor, axes):
+    sizes = dict(blocks=9400, tokens=256, heads=8)
+    order = axes.split("-")
+    cache = big_tensor.view(*(sizes[axis] for axis in order), 128)
+    cache = cache.permute(*(order.index(axis) for axis in ("blocks", "tokens", "heads")), 3)
+    rows = torch.randn(3, 8, 128, device=DEVICE).bfloat16()
+    # The first slot, one below 2**31 elements in the default layout, and the last of all.
+    block_idx = torch.tensor([0, 2**13 - 1, 9399], device=DEVICE, dtype=torch.int32)
     position = torch.tensor([0, 255, 255], device=DEVICE, dtype=torch.int32)
 
-    triton_append(list(rows), list(caches), block_idx, position)
+    triton_append([rows], [cache], block_idx, position)
 
-    assert torch.equal(caches[:, block_idx.long(), position.long()], rows)
+    assert torch.equal(cache[block_idx.long(), position.long()], rows)
     # Nothing else was written, a wrapped-around offset least of all.
-    assert torch.count_nonzero(storage) == torch.count_nonzero(rows)
+    assert count_nonzero(big_tensor) == count_nonzero(rows.flatten())
+
+
+def test_rows_that_lie_more_than_2_31_elements_apart(big_tensor):
+    rows = big_tensor.as_strided((2, 8, 128), (2**31 + 128, 128, 1)).normal_()
+    cache = torch.zeros(3, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+
+    check_append([rows], [cache], *draw_slots(2, 3, 16))

@@ -5,10 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.core.inference.kv_cache import AttentionKVCacheSpec, KVCacheLayout, LatentKVCacheSpec
+from megatron.core.inference import kv_cache
+from megatron.core.inference.config import KVCacheLayout
+from megatron.core.inference.contexts.fused_kv_append_kernel import triton_append_key_value_cache
+from megatron.core.inference.kv_cache import AttentionKVCacheSpec, LatentKVCacheSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def attention_spec(**changes):
@@ -35,6 +38,14 @@ SPECS = [
     pytest.param(latent_spec(), id="latent"),
     pytest.param(latent_spec(block_size_tokens=64, latent_dim=576), id="latent-usual-sizes"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same numbers in every test, whatever ran before, and none taken from later tests."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        yield
 
 
 class TestStorage:
@@ -64,12 +75,13 @@ class TestStorage:
         assert storage.untyped_storage().nbytes() == num_blocks * spec.block_bytes
 
 
-class TestLayer:
+class TestLayerViews:
     @pytest.mark.parametrize("num_blocks", [1, 4])
     @pytest.mark.parametrize("spec", SPECS)
     def test_views_of_all_layers_are_the_storage_and_do_not_overlap(self, spec, num_blocks):
         storage = spec.allocate(num_blocks, DEVICE).zero_()
-        views = [v for i in range(spec.num_layers) for v in spec.layer(storage, i) if v is not None]
+        layers = [spec.layer_views(storage, layer) for layer in range(spec.num_layers)]
+        views = [view for layer in layers for view in layer if view is not None]
 
         for mark, view in enumerate(views, start=1):
             assert view.untyped_storage().data_ptr() == storage.untyped_storage().data_ptr()
@@ -81,7 +93,7 @@ class TestLayer:
     def test_attention_views_are_blocks_of_tokens_of_heads(self):
         spec = attention_spec()
         storage = spec.allocate(4, DEVICE).normal_()
-        keys, values = spec.layer(storage, 2)
+        keys, values = spec.layer_views(storage, 2)
 
         assert keys.shape == values.shape == (4, 7, 5, 11)
         assert torch.equal(keys[1, 3, 4], storage[0, 2, 1, 3, 4])
@@ -90,7 +102,7 @@ class TestLayer:
     def test_hnd_views_have_the_axes_of_nhd(self):
         spec = attention_spec(layout=KVCacheLayout.HND)
         storage = spec.allocate(4, DEVICE).normal_()
-        keys, values = spec.layer(storage, 2)
+        keys, values = spec.layer_views(storage, 2)
 
         assert keys.shape == values.shape == (4, 7, 5, 11)
         assert torch.equal(keys[1, 3, 4], storage[0, 2, 1, 4, 3])
@@ -99,7 +111,7 @@ class TestLayer:
     def test_latent_views_are_blocks_of_tokens_without_values(self):
         spec = latent_spec()
         storage = spec.allocate(4, DEVICE).normal_()
-        latents, values = spec.layer(storage, 2)
+        latents, values = spec.layer_views(storage, 2)
 
         assert latents.shape == (4, 7, 13)
         assert values is None
@@ -112,9 +124,9 @@ def draw_slots(spec, num_tokens, num_blocks):
     return slots // spec.block_size_tokens, (slots % spec.block_size_tokens).int()
 
 
-def draw_rows(spec, num_tokens, dtype=torch.float32):
+def draw_rows(spec, num_tokens):
     """Keys and values of a step; None for values that the spec does not store."""
-    rows = torch.randn(2, num_tokens, *spec.token_shape, device=DEVICE, dtype=dtype)
+    rows = torch.randn(2, num_tokens, *spec.token_shape, device=DEVICE)
     return rows[0], None if isinstance(spec, LatentKVCacheSpec) else rows[1]
 
 
@@ -124,10 +136,10 @@ class TestAppend:
     @pytest.mark.parametrize(
         "spec",
         [
-            attention_spec(),
-            attention_spec(num_kv_heads=1),
-            attention_spec(layout=KVCacheLayout.HND),
-            latent_spec(),
+            pytest.param(attention_spec(), id="gqa"),
+            pytest.param(attention_spec(num_kv_heads=1), id="one-head"),
+            pytest.param(attention_spec(layout=KVCacheLayout.HND), id="hnd"),
+            pytest.param(latent_spec(), id="latent"),
         ],
     )
     def test_rows_go_to_their_slots_and_nowhere_else(self, spec, layer, num_tokens):
@@ -136,7 +148,7 @@ class TestAppend:
         key, value = draw_rows(spec, num_tokens)
         block_idx, position = draw_slots(spec, num_tokens, 2)
         for token in range(num_tokens):
-            for row, cache in zip((key, value), spec.layer(expected, layer)):
+            for row, cache in zip((key, value), spec.layer_views(expected, layer)):
                 if row is not None:
                     cache[block_idx[token], position[token]] = row[token]
 
@@ -145,7 +157,7 @@ class TestAppend:
         assert torch.equal(storage, expected)
 
     @pytest.mark.parametrize("spec", [attention_spec(), latent_spec()], ids=["gqa", "latent"])
-    def test_rows_beyond_the_indices_are_padding(self, spec):
+    def test_rows_beyond_the_indices_are_left_out(self, spec):
         storage, expected = spec.allocate(2, DEVICE).zero_(), spec.allocate(2, DEVICE).zero_()
         key, value = draw_rows(spec, 9)
         block_idx, position = draw_slots(spec, 6, 2)
@@ -155,7 +167,7 @@ class TestAppend:
 
         assert torch.equal(storage, expected)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_rows_are_stored_in_the_dtype_of_the_storage(self, dtype):
         spec = attention_spec(dtype=dtype)
         storage = spec.allocate(2, DEVICE).zero_()
@@ -164,24 +176,40 @@ class TestAppend:
 
         spec.append(storage, 0, key, value, block_idx, position)
 
-        keys, values = spec.layer(storage, 0)
+        keys, values = spec.layer_views(storage, 0)
         assert torch.equal(keys[block_idx, position], key.to(dtype))
         assert torch.equal(values[block_idx, position], value.to(dtype))
+
+    @pytest.mark.parametrize("have_triton", [True, False])
+    def test_triton_writes_where_there_is_a_gpu_and_triton(self, monkeypatch, have_triton):
+        launches = []
+        monkeypatch.setattr(kv_cache, "HAVE_TRITON", have_triton)
+        monkeypatch.setattr(
+            kv_cache, "triton_append", lambda *step: launches.append(step), raising=False
+        )
+        spec = attention_spec()
+        storage = spec.allocate(2, DEVICE).zero_()
+
+        spec.append(storage, 0, *draw_rows(spec, 6), *draw_slots(spec, 6, 2))
+
+        by_triton = DEVICE.type == "cuda" and have_triton
+        assert len(launches) == by_triton
+        assert storage.any() != by_triton
 
     @pytest.mark.parametrize("spec", [attention_spec(), latent_spec()], ids=["gqa", "latent"])
     @pytest.mark.parametrize(
         "wrong, error, message",
         [
-            (dict(key=lambda t: t[..., :-1]), ValueError, "must be 6 tokens of shape"),
-            (dict(key=lambda t: t[None]), ValueError, "must be 6 tokens of shape"),
-            (dict(key=lambda t: t[:5]), ValueError, "must be 6 tokens of shape"),
-            (dict(key=lambda t: t.to("meta")), ValueError, "not .* on meta"),
-            (dict(key=lambda t: t.int()), TypeError, "must be floating point, not torch.int32"),
-            (dict(block_idx=lambda t: t[:, None]), ValueError, "indices must be of shape"),
-            (dict(position=lambda t: t[:5]), ValueError, "indices must be of shape"),
-            (dict(position=lambda t: t.to("meta")), ValueError, "not .* on meta"),
-            (dict(block_idx=lambda t: t.float()), TypeError, "must be int32 or int64"),
-            (dict(position=lambda t: t.bool()), TypeError, "must be int32 or int64"),
+            (dict(key=lambda t: t[..., :-1]), ValueError, "key must hold at least 6 tokens"),
+            (dict(key=lambda t: t[None]), ValueError, "key must hold at least 6 tokens"),
+            (dict(key=lambda t: t[:5]), ValueError, "key must hold at least 6 tokens"),
+            (dict(key=lambda t: t.to("meta")), ValueError, "key must .* not be .* on meta"),
+            (dict(key=lambda t: t.int()), TypeError, "key must be floating point"),
+            (dict(block_idx=lambda t: t[:, None]), ValueError, "block_idx must be of shape"),
+            (dict(position=lambda t: t[:5]), ValueError, "position must be of shape"),
+            (dict(position=lambda t: t.to("meta")), ValueError, "position must .* not .* on meta"),
+            (dict(block_idx=lambda t: t.float()), TypeError, "block_idx must be int32 or int64"),
+            (dict(position=lambda t: t.bool()), TypeError, "position must be int32 or int64"),
         ],
     )
     def test_wrong_shapes_dtypes_and_devices_are_refused(self, spec, wrong, error, message):
@@ -202,19 +230,80 @@ class TestAppend:
         storage = spec.allocate(2, DEVICE).zero_()
         key, value = draw_rows(spec, 6)
 
-        with pytest.raises(ValueError, match="must be 6 tokens of shape"):
+        with pytest.raises(ValueError, match="value must hold at least 6 tokens"):
             spec.append(storage, 0, key, value[:, :-1], *draw_slots(spec, 6, 2))
 
         assert not storage.any()
 
-    def test_values_are_given_where_they_are_stored_and_only_there(self):
-        for spec, rows in ((attention_spec(), "2 rows a token, not 1"), (latent_spec(), "1 rows")):
-            storage = spec.allocate(2, DEVICE)
-            key, value = draw_rows(spec, 6)
-            with pytest.raises(ValueError, match=rows):
-                spec.append(
-                    storage, 0, key, key if value is None else None, *draw_slots(spec, 6, 2)
-                )
+    @pytest.mark.parametrize(
+        "spec, message",
+        [
+            (attention_spec(), "stores keys and values, but was given no value"),
+            (latent_spec(), "stores keys alone, but was given a value"),
+        ],
+        ids=["gqa", "latent"],
+    )
+    def test_values_are_given_where_they_are_stored_and_only_there(self, spec, message):
+        key, value = draw_rows(spec, 6)
+        value = key if value is None else None
+
+        with pytest.raises(ValueError, match=message):
+            spec.append(spec.allocate(2, DEVICE), 0, key, value, *draw_slots(spec, 6, 2))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            pytest.param(attention_spec(num_kv_heads=1), id="heads"),
+            pytest.param(attention_spec(block_size_tokens=8), id="block-size"),
+            pytest.param(attention_spec(dtype=torch.bfloat16), id="dtype"),
+            pytest.param(attention_spec(layout=KVCacheLayout.HND), id="layout"),
+        ],
+    )
+    def test_storage_of_another_spec_is_refused(self, other):
+        storage = other.allocate(2, DEVICE).zero_()
+        spec = attention_spec()
+
+        with pytest.raises(ValueError, match="is not of AttentionKVCacheSpec"):
+            spec.append(storage, 0, *draw_rows(spec, 6), *draw_slots(spec, 6, 2))
+
+        assert not storage.any()
+
+
+class TestFormerEntryPoint:
+    """`triton_append_key_value_cache`, kept for its callers."""
+
+    def test_it_appends_the_first_tokens_to_the_layer(self):
+        spec = attention_spec()
+        storage, expected = spec.allocate(2, DEVICE).zero_(), spec.allocate(2, DEVICE).zero_()
+        key, value = draw_rows(spec, 9)
+        block_idx, position = draw_slots(spec, 9, 2)
+        spec.append(expected, 2, key[:6], value[:6], block_idx[:6], position[:6])
+
+        triton_append_key_value_cache(
+            layer_number=2,
+            key=key.unsqueeze(1),
+            value=value.unsqueeze(1),
+            memory_buffer=storage,
+            padded_active_token_count=6,
+            token_to_block_idx=block_idx,
+            token_to_local_position_within_kv_block=position,
+        )
+
+        assert torch.equal(storage, expected)
+
+    def test_it_refuses_heads_that_do_not_fit(self):
+        spec = attention_spec()
+        key, value = draw_rows(attention_spec(num_kv_heads=6), 9)
+
+        with pytest.raises(ValueError, match="key must hold at least 9 tokens"):
+            triton_append_key_value_cache(
+                0,
+                key.unsqueeze(1),
+                value.unsqueeze(1),
+                spec.allocate(2, DEVICE),
+                9,
+                *draw_slots(spec, 9, 2),
+            )
 
 
 class TestSpec:
@@ -228,11 +317,6 @@ class TestSpec:
     def test_latent_dim_below_one_is_refused_by_name(self):
         with pytest.raises(ValueError, match="latent_dim must be positive, not -1"):
             latent_spec(latent_dim=-1)
-
-    def test_layout_may_be_given_by_name_and_must_be_known(self):
-        assert attention_spec(layout="HND").layout is KVCacheLayout.HND
-        with pytest.raises(ValueError, match="'DHN' is not a valid KVCacheLayout"):
-            attention_spec(layout="DHN")
 
     @pytest.mark.parametrize("spec", SPECS)
     def test_spec_is_frozen(self, spec):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
+from megatron.core.inference.config import InferenceConfig, KVCacheLayout, KVCacheManagementMode
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequest
-from megatron.core.inference.kv_cache import AttentionKVCacheSpec, KVCacheLayout, LatentKVCacheSpec
+from megatron.core.inference.kv_cache import AttentionKVCacheSpec, LatentKVCacheSpec
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -57,6 +57,12 @@ def start_prefill_step(context, prompt_length):
     context.transfer_bookkeeping_to_gpu()
 
 
+def stored(context, layer):
+    """The caches of one layer by their place in the storage, values left out where there are none."""
+    views = context.kv_cache_spec.layer_views(context.memory_buffer, layer)
+    return [view for view in views if view is not None]
+
+
 def test_model_config_chooses_the_kind_of_cache(make_context):
     sizes = dict(num_layers=2, block_size_tokens=64, dtype=torch.bfloat16)
 
@@ -74,9 +80,21 @@ def test_inference_config_chooses_the_layout(make_context):
     assert nhd.kv_cache_spec.layout is KVCacheLayout.NHD
     assert hnd.kv_cache_spec == dataclasses.replace(nhd.kv_cache_spec, layout=KVCacheLayout.HND)
     assert hnd.block_size_bytes == nhd.block_size_bytes
-    start_prefill_step(hnd, prompt_length=5)
-    start_prefill_step(nhd, prompt_length=5)
-    assert hnd.key_value_cache(1)[0].shape == nhd.key_value_cache(1)[0].shape
+
+
+def test_layout_may_be_given_by_name_and_must_be_known():
+    assert InferenceConfig(kv_cache_layout="HND").kv_cache_layout is KVCacheLayout.HND
+    with pytest.raises(ValueError, match="'DHN' is not a valid KVCacheLayout"):
+        InferenceConfig(kv_cache_layout="DHN")
+
+
+def test_positional_arguments_of_inference_config_mean_what_they_did():
+    assert InferenceConfig(64, 1).buffer_size_gb == 1
+
+
+def test_layout_of_latents_cannot_be_chosen(make_context):
+    with pytest.raises(ValueError, match="leave kv_cache_layout at NHD"):
+        make_context(CACHED_LATENTS, kv_cache_layout=KVCacheLayout.HND)
 
 
 @pytest.mark.parametrize("model_config", MODELS)
@@ -89,51 +107,53 @@ def test_block_size_bytes_times_blocks_is_the_memory_taken(make_context, model_c
     )
 
 
-@pytest.mark.parametrize("layer_number", [1, 2])
+@pytest.mark.parametrize("layer_number, cache", [(1, 1), (4, 0)])
 @pytest.mark.parametrize("model_config", MODELS)
-def test_key_value_cache_reads_the_memory_buffer(make_context, model_config, layer_number):
+def test_key_value_cache_reads_the_layer_that_the_layer_map_names(
+    make_context, model_config, layer_number, cache
+):
     context = make_context(model_config)
+    context.layer_map = {0: 1, 3: 0}  # as where layers without a KV cache lie between
     start_prefill_step(context, prompt_length=5)
-    expected = context.kv_cache_spec.layer(context.memory_buffer, layer_number - 1)
 
     *caches, _ = context.key_value_cache(layer_number)
 
-    for cache, view in zip(caches, expected, strict=True):
-        if view is None:
-            assert cache is None
-        else:
-            assert cache.data_ptr() == view.data_ptr()
-            assert cache.shape == view.shape and cache.stride() == view.stride()
+    expected = stored(context, cache)
+    for found, view in zip((c for c in caches if c is not None), expected, strict=True):
+        assert found.data_ptr() == view.data_ptr()
+        assert found.shape == view.shape and found.stride() == view.stride()
 
 
-@pytest.mark.parametrize("layer_number", [1, 2])
+@pytest.mark.parametrize("layer_number, cache", [(1, 1), (4, 0)])
 @pytest.mark.parametrize("model_config", MODELS)
-def test_append_writes_the_tokens_of_a_step_in_order(make_context, model_config, layer_number):
-    # A prompt over two blocks, padded to more tokens than it has.
+def test_append_writes_the_tokens_of_a_step_in_order(
+    make_context, model_config, layer_number, cache
+):
+    # A prompt over two blocks, padded to more tokens than it has, and rows beyond the padding.
     context = make_context(model_config)
+    context.layer_map = {0: 1, 3: 0}
     start_prefill_step(context, prompt_length=70)
     context.memory_buffer.zero_()
-    tokens = context.padded_active_token_count
-    assert tokens > 70
+    padded = context.padded_active_token_count
+    assert padded > 70
     # The model hands over keys and values with a batch axis of one.
-    token_shape = context.kv_cache_spec.token_shape
-    key, value = torch.randn(2, tokens, 1, *token_shape, device=context.memory_buffer.device).to(
-        torch.bfloat16
-    )
-    has_values = context.key_value_cache(layer_number)[1] is not None
+    shape = (2, padded + 3, 1, *context.kv_cache_spec.token_shape)
+    rows = torch.randn(shape, device=context.memory_buffer.device).bfloat16()
+    has_value = len(stored(context, cache)) == 2
 
-    context.append_key_value_cache(layer_number, key, value if has_values else None)
+    context.append_key_value_cache(layer_number, rows[0], rows[1] if has_value else None)
 
-    *caches, block_table = context.key_value_cache(layer_number)
-    blocks = block_table[0, :2].long()
-    for rows, cache in zip((key, value), caches):
-        if cache is not None:
-            assert torch.equal(cache[blocks].flatten(0, 1)[:70], rows[:70, 0])
-            assert not cache[blocks].flatten(0, 1)[70:].any(), "padding reached the request"
-    for other in range(context.num_attention_layers):
-        if other != layer_number - 1:
-            for cache in context.kv_cache_spec.layer(context.memory_buffer, other):
-                assert cache is None or not cache.any(), "another layer was written"
+    blocks = context.key_value_cache(layer_number)[2][0, :2].long()
+    dummy = context.kv_block_allocator.dummy_block_idx
+    for row, found in zip(rows, stored(context, cache)):
+        request = found[blocks].flatten(0, 1)
+        assert torch.equal(request[:70], row[:70, 0])
+        assert not request[70:].any(), "padding reached the request"
+        # All padded tokens share a slot of the dummy block; any of them may be the last to write.
+        padding = row[70:padded, 0].flatten(1)
+        assert (found[dummy, 0].flatten() == padding).all(-1).any(), "padding was not written"
+        assert torch.count_nonzero(found.flatten(2).any(-1)) == 70 + 1, "more was written"
+    assert not any(view.any() for view in stored(context, 1 - cache)), "another layer was written"
 
 
 @pytest.mark.parametrize("model_config", MODELS)

@@ -1,10 +1,13 @@
 # Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.contexts import dynamic_context
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -17,7 +20,7 @@ def make_context(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
 
-    def make(num_query_groups, tp_size):
+    def make(num_query_groups, tp_size, **inference_options):
         model_config = TransformerConfig(
             params_dtype=torch.float32,
             num_layers=2,
@@ -27,7 +30,11 @@ def make_context(monkeypatch):
             tensor_model_parallel_size=tp_size,
         )
         inference_config = InferenceConfig(
-            max_sequence_length=128, buffer_size_gb=0.01, block_size_tokens=64, max_requests=8
+            max_sequence_length=128,
+            buffer_size_gb=0.01,
+            block_size_tokens=64,
+            max_requests=8,
+            **inference_options,
         )
         return DynamicInferenceContext(model_config, inference_config)
 
@@ -56,6 +63,18 @@ def test_query_and_kv_heads_are_counted_apart(
     assert context.num_query_heads_per_partition == query_heads
     assert context.num_kv_heads_per_partition == kv_heads
     assert context.memory_buffer.shape[-2:] == (kv_heads, HEAD_DIM)
+
+
+def test_tensor_parallel_size_is_that_of_the_process_groups_given(make_context, monkeypatch):
+    # A model for roll-outs may be split otherwise than its config, which is the trainer's, says.
+    monkeypatch.setattr(dynamic_context, "get_pg_size", lambda group: group)
+    monkeypatch.setattr(dynamic_context, "get_pg_rank", lambda group: 0)
+    context = make_context(
+        num_query_groups=4, tp_size=1, pg_collection=SimpleNamespace(tp=8, pp=1, ep=1)
+    )
+
+    assert context.num_query_heads_per_partition == 2
+    assert context.num_kv_heads_per_partition == 1
 
 
 def test_old_name_reads_the_kv_head_count_and_cannot_be_set(make_context):
