@@ -102,7 +102,8 @@ def results_table() -> Table:
 
 def explain(results: Sequence[Result]) -> bool:
     """Print why tests were skipped and what failed; tells whether nothing did."""
-    skipped: Counter[str] = sum((result.skipped for result in results), Counter())
+    counted = (result.skipped for result in results if not result.informative)
+    skipped: Counter[str] = sum(counted, Counter())
     for reason, count in sorted(skipped.items()):
         out.print(f'skipped {count}: {reason}', style='dim', markup=False, soft_wrap=True)
     for result in results:
