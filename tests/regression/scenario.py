@@ -21,6 +21,7 @@ from faults import FAULTS
 from megatron.core.inference import config as inference_config
 from megatron.core.inference import unified_memory
 from megatron.core.inference.contexts import dynamic_context
+from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -45,7 +46,7 @@ def prepare(device: torch.device) -> None:
 
 
 def run(scenario: Scenario, device: torch.device, fault: str = '') -> Outcome:
-    """Run a scenario, with one of `FAULTS` if it is named; never raises what the scenario raises."""
+    """Run a scenario, with one of `FAULTS` if named; what it raises is its outcome."""
     try:
         if reason := _missing(scenario, device):
             return Outcome(skipped=reason)
@@ -89,24 +90,14 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
         name: _ENUMS[name](value) if name in _ENUMS else value
         for name, value in scenario.inference.items()
     }
-    recording = Recording()
-    counters: Counter[str] = Counter()
-    launches: list[object] = []
+    sampling = {
+        'num_tokens_to_generate': scenario.new_tokens,
+        'termination_id': -1,
+        **scenario.sampling,
+    }
+    recording, counters = Recording(), Counter[str]()
     with ExitStack() as stack:
-        if scenario.right_drafts is not None:
-            stack.enter_context(_drafts(scenario, model, scenario.right_drafts))
-        if 'cuda_graph_impl' in scenario.model:
-            stack.enter_context(
-                mock.patch.object(
-                    reference_attention,
-                    'attend_paged',
-                    reference_attention.attend_paged_without_sync,
-                )
-            )
-        if fault:
-            stack.enter_context(FAULTS[fault](model))
-        if scenario.interpreted_append and device.type == 'cpu':
-            launches = stack.enter_context(without_gpu_packages.append_by_interpreted_triton())
+        _replace(stack, scenario, model, device, fault)
         engine = tiny_engine.build_engine(model, **options)
         context = engine.context
         _poison(context)
@@ -116,8 +107,6 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
             counters['graph_steps'] += context.using_cuda_graph_this_step()
             recording.forwards.append(_forward(context, output))
             recording.cache.append(_valid_cache(context, model))
-
-        stack.callback(model.module.register_forward_hook(after_forward).remove)
 
         def after_step(step: int) -> None:
             counters['paused'] += int(context.paused_request_count > 0)
@@ -130,44 +119,64 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
                 if options.get('kv_cache_management_mode') == 'recompute':
                     _poison(context)
 
+        stack.callback(model.module.register_forward_hook(after_forward).remove)
         finished = tiny_engine.run_engine(
             engine,
             _prompts(scenario),
-            {
-                'num_tokens_to_generate': scenario.new_tokens,
-                'termination_id': -1,
-                **scenario.sampling,
-            },
+            sampling,
             steps_between=scenario.steps_between,
             after_step=after_step,
         )
-        allocator, storage = context.kv_block_allocator, context.memory_buffer
-        accepted = int(sum(engine._spec_tokens_accepted_per_pos))
-        counters |= {
-            'evicted': engine.evicted_request_count,
-            'prefix_hits': engine._prefix_cache_hits,
-            'prefix_blocks': engine._prefix_cache_blocks_matched,
-            'overlaps': context.async_sched_step_count,
-            'unified_memory': context.unified_memory_level,
-            'triton_appends': len(launches),
-            'drafts_accepted': accepted,
-            'drafts_rejected': int(sum(engine._spec_tokens_proposed_per_pos)) - accepted,
-        }
-        recording.tokens, recording.log_probs = finished.tokens, finished.log_probs
-        recording.steps, recording.counters = finished.steps, dict(counters)
-        recording.blocks = {
-            'total': allocator.total_count,
-            'active': allocator.active_count,
-            'paused': allocator.paused_count,
-        }
-        recording.block_bytes = context.block_size_bytes
-        recording.storage = {
-            'bytes': storage.untyped_storage().nbytes(),
-            'shape': tuple(storage.shape),
-            'strides': storage.stride(),
-            'dtype': str(storage.dtype),
-        }
+    recording.tokens, recording.log_probs = finished.tokens, finished.log_probs
+    recording.steps = finished.steps
+    recording.counters = {**counters, **_counters(engine)}
+    _record_memory(recording, context)
     return recording
+
+
+def _replace(
+    stack: ExitStack, scenario: Scenario, model: Model, device: torch.device, fault: str
+) -> None:
+    """Put in place what a scenario replaces, until `stack` is closed."""
+    if scenario.right_drafts is not None:
+        stack.enter_context(_drafts(scenario, model, scenario.right_drafts))
+    if fault:
+        stack.enter_context(FAULTS[fault](model))
+    if scenario.interpreted_append and device.type == 'cpu':
+        stack.enter_context(without_gpu_packages.append_by_interpreted_triton())
+    if 'cuda_graph_impl' in scenario.model:
+        without_sync = reference_attention.attend_paged_without_sync
+        stack.enter_context(mock.patch.object(reference_attention, 'attend_paged', without_sync))
+
+
+def _counters(engine: DynamicInferenceEngine) -> dict[str, int]:
+    """What the engine counted of what scenarios are there for."""
+    accepted = int(engine._spec_tokens_accepted_per_pos.sum())
+    return {
+        'evicted': engine.evicted_request_count,
+        'prefix_hits': engine._prefix_cache_hits,
+        'prefix_blocks': engine._prefix_cache_blocks_matched,
+        'overlaps': engine.context.async_sched_step_count,
+        'unified_memory': engine.context.unified_memory_level,
+        'drafts_accepted': accepted,
+        'drafts_rejected': int(engine._spec_tokens_proposed_per_pos.sum()) - accepted,
+    }
+
+
+def _record_memory(recording: Recording, context: Any) -> None:
+    allocator, storage = context.kv_block_allocator, context.memory_buffer
+    recording.blocks = {
+        'total': allocator.total_count,
+        'active': allocator.active_count,
+        'paused': allocator.paused_count,
+    }
+    recording.block_bytes = context.block_size_bytes
+    recording.storage = {
+        'bytes': storage.untyped_storage().nbytes(),
+        'shape': tuple(storage.shape),
+        'strides': storage.stride(),
+        'dtype': str(storage.dtype),
+    }
 
 
 def _poison(context: Any) -> None:

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache in plain torch: slow, in float32, and nothing but the definition.
 
-It is what the stand-ins for FlashAttention and FlashMLA compute, and what kernels are compared with.
-Keys are read through the block table and nowhere else, and never past a request's length, so that a
-wrong table, length or window gives a wrong result here as it does in a kernel.
+It is what the stand-ins for FlashAttention and FlashMLA compute, and what kernels are compared
+with. Keys are read through the block table and nowhere else, and never past a request's length, so
+that a wrong table, length or window gives a wrong result here as it does in a kernel.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def attend_paged_without_sync(
 ) -> tuple[Tensor, Tensor]:
     """`attend_paged` by operations on the device alone, so that a CUDA graph can capture it.
 
-    It looks at every place of the block table for every query, which suits tiny caches. A block that
-    is needed and is not in the cache gives NaN.
+    It looks at every place of the block table for every query, which suits tiny caches. A block
+    that is needed and is not in the cache gives NaN.
     """
     token = torch.arange(query.shape[0], device=query.device)
     request = torch.searchsorted(query_starts[1:].contiguous(), token, right=True)

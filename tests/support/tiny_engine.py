@@ -47,8 +47,8 @@ VOCABULARY = 100
 MAX_SEQUENCE = 256
 MIB_IN_GIB = 1 / 1024
 
-# Heads, sizes and depth of every model unless a scenario says otherwise. With weights this large the
-# logits of a random model are far apart, so that a wrong cache shows in the tokens, too.
+# Heads, sizes and depth of every model unless a scenario says otherwise. With weights this large
+# the logits of a random model are far apart, so that a wrong cache shows in the tokens, too.
 MODEL = {
     'num_layers': 2,
     'hidden_size': 64,
@@ -128,7 +128,7 @@ def build_model(
     """A model with random weights, in evaluation mode.
 
     Args:
-        hybrid_pattern: Layer symbols of a hybrid model (`*` attention, `M` Mamba); a GPT by default.
+        hybrid_pattern: Layer symbols of a hybrid model, `*` attention and `M` Mamba; None: a GPT.
         options: Fields of the transformer's configuration, on top of `MODEL`; with
             `multi_latent_attention` on top of `MLA`, too.
     """

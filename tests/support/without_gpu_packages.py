@@ -1,7 +1,7 @@
 """Substitutes for what some models of the engine need beside torch, for scenarios that run them.
 
-They replace names of imported Megatron modules. They are no part of `megatron_on_cpu` because upstream's
-own tests do not expect them.
+They replace names of imported Megatron modules. They are no part of `megatron_on_cpu` because
+upstream's own tests do not expect them.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ def mla_without_transformer_engine() -> None:
 
 
 @contextmanager
-def append_by_interpreted_triton() -> Iterator[list[object]]:
-    """In this context append through the tree's own Triton kernel, interpreted, which needs `TRITON_INTERPRET=1`.
+def append_by_interpreted_triton() -> Iterator[None]:
+    """In this context append through the tree's own Triton kernel, interpreted.
 
-    The kernels' callers ask tensors whether they are on a GPU; during an append, all say yes.
+    That needs `TRITON_INTERPRET=1` from the start. The kernels' callers ask tensors whether they
+    are on a GPU; during an append, all say yes.
 
-    Yields:
-        A list that grows by the grid of each launch.
+    Raises:
+        RuntimeError: the kernel was never launched.
     """
     append = DynamicInferenceContext.append_key_value_cache
     launch = GridExecutor.__call__
@@ -97,4 +98,6 @@ def append_by_interpreted_triton() -> Iterator[list[object]]:
                     kernel.triton_append_key_value_cache,
                 )
             )
-        yield launches
+        yield
+    if not launches:
+        raise RuntimeError('the cache was appended to without Triton')

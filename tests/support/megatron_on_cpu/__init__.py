@@ -6,8 +6,8 @@ on the CPU (`stand_ins` lists them, each with what it is for) and puts the folde
 stand-ins for the two kernel packages, on the import path. Where torch sees a GPU it does nothing.
 
 What this can show is that the right numbers reach the right places. What it cannot: streams and
-events order nothing here, and a copy to the device is no copy, so races stay unseen; CUDA graphs are
-not captured; and the attention is laxer than a kernel on sizes and types.
+events order nothing here, and a copy to the device is no copy, so races stay unseen; CUDA graphs
+are not captured; and the attention is laxer than a kernel on sizes and types.
 
 As a pytest plugin (`-p megatron_on_cpu`) it is installed before any conftest is imported. Elsewhere
 call `install()` before anything of Megatron is imported, since some of its modules look at what is
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back what `install` replaced; modules that were imported meanwhile keep what they took."""
+    """Put back what `install` replaced; modules imported meanwhile keep what they took."""
     global _is_installed
     _installed.close()
     _is_installed = False

@@ -51,7 +51,7 @@ _TENSOR_FACTORIES = ('new_empty', 'new_full', 'new_ones', 'new_tensor', 'new_zer
 
 
 class Event:
-    """A point in a stream. All that came before it is done, since the CPU does one after another."""
+    """A point in a stream, always reached: the CPU does one thing after the other."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
@@ -220,7 +220,7 @@ def replacements() -> Iterator[Replacement]:
     yield cuda, 'synchronize', _nothing()
     yield cuda, 'is_current_stream_capturing', lambda: False
 
-    # Memory figures that the engine logs and upstream's tests print; the allocator has none to tell.
+    # Memory figures that the engine logs and upstream's tests print; the allocator has none.
     yield cuda, 'memory_stats', lambda device=None: defaultdict(int)
     yield cuda, 'mem_get_info', _mem_get_info
     yield cuda, 'reset_peak_memory_stats', _nothing()
