@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 LAYERS = 8
-ALTERNATIONS = 5
+ALTERNATIONS = 2
 DECODE_STEPS = 40
 HOST_CALLS = 300
 PREFILL_ROUNDS = 12
@@ -123,6 +123,11 @@ def host_append(engine: Any) -> float:
     return elapsed * 1e6 / HOST_CALLS
 
 
+def fast(samples: list[float]) -> float:
+    """The tenth percentile: what a shared host adds to a step is never negative."""
+    return statistics.quantiles(samples, n=10)[0]
+
+
 def drain(engine: Any) -> None:
     """Step until no request is left."""
     while engine.has_unfinished_requests():
@@ -165,10 +170,10 @@ def worker(out: Path) -> None:
                     for _ in range(5):
                         engine.step_modern()
                     samples = [timed_step(engine) for _ in range(DECODE_STEPS)]
-                    results[f"decode {batch}, {mode}, ms"] = statistics.median(samples)
+                    results[f"decode {batch}, {mode}, ms"] = fast(samples)
                     if not graphs:
                         calls = [host_append(engine) for _ in range(5)]
-                        results[f"append call, {batch} tokens, host µs"] = statistics.median(calls)
+                        results[f"append call, {batch} tokens, host µs"] = min(calls)
                     drain(engine)
                 if not graphs:
                     for count, tokens in PREFILLS:
@@ -178,7 +183,7 @@ def worker(out: Path) -> None:
                             samples.append(timed_step(engine))
                             drain(engine)
                         case = f"prefill {count} x {tokens}, {mode}, ms"
-                        results[case] = statistics.median(samples[2:])
+                        results[case] = fast(samples[2:])
                 del engine
                 torch.cuda.empty_cache()
         dist.destroy_process_group()
@@ -193,8 +198,8 @@ def run(base: Path, stage1: Path) -> list[dict[str, Any]]:
     """Time both trees in alternation.
 
     Returns:
-        A row per case: each tree's least median over its processes, since what a shared host adds
-        is never negative; stage 1 over base as `ratio`; and how far the base's runs lie apart.
+        A row per case: the least of each tree's processes, stage 1 over base as `ratio`, and how
+        far the base's own processes lie apart as `spread`.
     """
     samples: dict[str, list[dict[str, float]]] = {"base": [], "stage1": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -51,12 +51,12 @@ def _append_kernel(
     block = tl.load(block_idx_ptr + token, mask=is_token, other=0)
     position = tl.load(position_ptr + token, mask=is_token, other=0)
 
-    # Tensors may hold more than 2**31 elements along any of their axes.
+    # Rows and blocks lie up to the whole of a cache apart, which may be more than 2**31 elements.
     token = token.to(tl.int64)
     block = block.to(tl.int64)
     position = position.to(tl.int64)
-    head = (element // HEAD_DIM).to(tl.int64)
-    dim = (element % HEAD_DIM).to(tl.int64)
+    head = element // HEAD_DIM
+    dim = element % HEAD_DIM
 
     cache_offset = (block * cache_block_stride + position * cache_token_stride)[:, None] + (
         head * cache_head_stride + dim * cache_dim_stride
@@ -75,23 +75,27 @@ def _append_kernel(
 
 
 def triton_append(
-    rows: Sequence[Tensor], caches: Sequence[Tensor], block_idx: Tensor, position: Tensor
+    rows: Sequence[Tensor],
+    caches: Sequence[Tensor],
+    block_idx: Tensor,
+    position: Tensor,
+    num_tokens: int,
 ) -> None:
     """Write one row per token to its place in each of one or two paged caches.
 
-    As many rows are written as there are indices; those beyond are left out. Rows and caches may
-    have any strides, but two caches must share theirs; elements are converted to the caches' dtype.
-    Nothing is checked here.
+    Elements are converted to the caches' dtype. Rows and caches may have any strides, as long as
+    the elements of one row lie within 2**31 elements; two caches must share theirs. A cache may
+    hold more than 2**31 elements. Nothing is checked here.
 
     Args:
-        rows (Sequence[Tensor]): Keys and values, or latents alone, each of shape `(tokens or more,
-            heads, head_dim)` or `(tokens or more, dim)`.
+        rows (Sequence[Tensor]): Keys and values, or latents alone, each of shape `(num_tokens or
+            more, heads, head_dim)` or `(num_tokens or more, dim)`.
         caches (Sequence[Tensor]): As many caches, each of shape `(blocks, block_size, heads,
             head_dim)` or `(blocks, block_size, dim)`.
-        block_idx (Tensor): Block of each token, integers of shape `(tokens,)`.
-        position (Tensor): Position of each token in its block, integers of shape `(tokens,)`.
+        block_idx (Tensor): Block of each token, integers of shape `(num_tokens or more,)`.
+        position (Tensor): Position of each token in its block, likewise.
+        num_tokens (int): Tokens to write.
     """
-    num_tokens = block_idx.numel()
     if num_tokens == 0:
         return
     if rows[0].dim() == 2:
@@ -99,9 +103,9 @@ def triton_append(
         caches = [cache.unsqueeze(2) for cache in caches]
     _, num_heads, head_dim = rows[0].shape
     row_elements = num_heads * head_dim
-    row_tile = min(triton.next_power_of_2(row_elements), _TILE_ELEMENTS)
+    row_tile = min(1 << (row_elements - 1).bit_length(), _TILE_ELEMENTS)
     token_tile = 1 if num_tokens <= _FEW_TOKENS else _TILE_ELEMENTS // row_tile
-    grid = (triton.cdiv(num_tokens, token_tile), triton.cdiv(row_elements, row_tile))
+    grid = (-(-num_tokens // token_tile), -(-row_elements // row_tile))
     # Without values, the last row and cache are the first, and the kernel leaves them alone.
     _append_kernel[grid](
         rows[0],

@@ -10,7 +10,7 @@ or replace the storage without anything here keeping the old one alive.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import List, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ try:
     HAVE_TRITON = True
 except ImportError:
     HAVE_TRITON = False
+
+_INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +87,21 @@ class KVCacheSpec(ABC):
         value: Optional[Tensor],
         block_idx: Tensor,
         position: Tensor,
+        num_tokens: int,
     ) -> None:
         """Write the tokens of a step to one layer's cache, converted to the storage's dtype.
 
-        As many tokens are written as there are indices; what `key` and `value` hold beyond is left
-        out. On a GPU that is one launch of a Triton kernel, elsewhere plain indexing.
+        What `key`, `value` and the indices hold beyond `num_tokens` is left out. On a GPU that is
+        one launch of a Triton kernel, elsewhere plain indexing.
 
         Args:
             storage (Tensor): The storage, of shape `storage_shape(num_blocks)`.
             layer (int): Index among the layers that have a KV cache, from 0.
-            key (Tensor): Floating-point keys, `(tokens or more, *token_shape)`.
+            key (Tensor): Floating-point keys, `(num_tokens or more, *token_shape)`.
             value (Optional[Tensor]): Values, likewise; None where the kind stores no values.
-            block_idx (Tensor): Block of each token, int32 or int64 of shape `(tokens,)`.
+            block_idx (Tensor): Block of each token, int32 or int64, `(num_tokens or more,)`.
             position (Tensor): Position of each token in its block, from 0; likewise.
+            num_tokens (int): Tokens to write.
 
         Raises:
             TypeError: If `key` or `value` is not floating point, or an index not an integer.
@@ -110,39 +114,40 @@ class KVCacheSpec(ABC):
                 f"{type(self).__name__} stores keys {'and values' if value is None else 'alone'}, "
                 f"but was given {'no' if value is None else 'a'} value"
             )
-        self._check_append(caches[0], rows, block_idx, position)
-
-        if storage.is_cuda and HAVE_TRITON:
-            triton_append(rows, caches, block_idx, position)
-        else:
-            for row, cache in zip(rows, caches):
-                cache[block_idx, position] = row[: block_idx.numel()].to(cache.dtype)
-
-    def _check_append(
-        self, cache: Tensor, rows: List[Tensor], block_idx: Tensor, position: Tensor
-    ) -> None:
-        token_shape, device, num_tokens = self.token_shape, cache.device, block_idx.numel()
-        if cache.shape[1:] != (self.block_size_tokens, *token_shape) or cache.dtype != self.dtype:
+        token_shape = self.token_shape
+        if (
+            caches[0].shape[1:] != (self.block_size_tokens, *token_shape)
+            or storage.dtype != self.dtype
+        ):
             raise ValueError(
-                f"The storage, {cache.dtype} with views {cache.shape}, is not of {self}"
+                f"The storage, {storage.dtype} of shape {tuple(storage.shape)}, is not of {self}"
             )
-        for name, index in (("block_idx", block_idx), ("position", position)):
-            if index.dtype not in (torch.int64, torch.int32):
-                raise TypeError(f"{name} must be int32 or int64, not {index.dtype}")
-            if index.shape != (num_tokens,) or index.device != device:
-                raise ValueError(
-                    f"{name} must be of shape {(num_tokens,)} on {device}, not "
-                    f"{tuple(index.shape)} on {index.device}"
-                )
         for name, row in zip(("key", "value"), rows):
             if not row.is_floating_point():
                 raise TypeError(f"{name} must be floating point, not {row.dtype}")
-            shape = row.shape
-            if shape[1:] != token_shape or shape[0] < num_tokens or row.device != device:
-                raise ValueError(
-                    f"{name} must hold at least {num_tokens} tokens of shape {token_shape} on "
-                    f"{device}, not be {tuple(shape)} on {row.device}"
-                )
+            self._check(name, row, num_tokens, token_shape, storage.device)
+        for name, index in (("block_idx", block_idx), ("position", position)):
+            if index.dtype not in _INDEX_DTYPES:
+                raise TypeError(f"{name} must be int32 or int64, not {index.dtype}")
+            self._check(name, index, num_tokens, (), storage.device)
+
+        if storage.is_cuda and HAVE_TRITON:
+            triton_append(rows, caches, block_idx, position, num_tokens)
+        else:
+            slots = block_idx[:num_tokens], position[:num_tokens]
+            for row, cache in zip(rows, caches):
+                cache[slots] = row[:num_tokens].to(cache.dtype)
+
+    @staticmethod
+    def _check(
+        name: str, tensor: Tensor, num_tokens: int, shape: Tuple[int, ...], device: torch.device
+    ) -> None:
+        found = tensor.shape
+        if found[1:] != shape or found[0] < num_tokens or tensor.device != device:
+            raise ValueError(
+                f"{name} must hold at least {num_tokens} tokens of shape {shape} on {device}, "
+                f"not be {tuple(found)} on {tensor.device}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,14 +25,16 @@ def draw_slots(num_tokens, num_blocks, block_size):
     return slots // block_size, (slots % block_size).int()
 
 
-def check_append(rows, caches, block_idx, position):
-    """Append, and compare the whole caches with plain indexing, untouched places included."""
-    expected = []
-    for row, cache in zip(rows, caches, strict=True):
-        expected.append(cache.clone())
-        expected[-1][block_idx.long(), position.long()] = row[: block_idx.numel()].to(cache.dtype)
+def check_append(rows, caches, block_idx, position, num_tokens=None):
+    """Append as many tokens as there are indices, or `num_tokens`, and compare the whole caches with plain indexing, untouched places included."""
+    if num_tokens is None:
+        num_tokens = block_idx.numel()
+    slots = block_idx[:num_tokens].long(), position[:num_tokens].long()
+    expected = [cache.clone() for cache in caches]
+    for row, cache in zip(rows, expected, strict=True):
+        cache[slots] = row[:num_tokens].to(cache.dtype)
 
-    triton_append(rows, caches, block_idx, position)
+    triton_append(rows, caches, block_idx, position, num_tokens)
 
     for cache, want in zip(caches, expected, strict=True):
         assert torch.equal(cache, want)
@@ -41,7 +43,7 @@ def check_append(rows, caches, block_idx, position):
 @pytest.fixture(autouse=True)
 def seed():
     """The same numbers in every test, whatever ran before, and none taken from later tests."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[DEVICE] if DEVICE.type == "cuda" else []):
         torch.manual_seed(1234)
         yield
 
@@ -116,11 +118,11 @@ def test_no_tokens_write_nothing():
     check_append(list(rows), list(caches), *draw_slots(0, 3, 16))
 
 
-def test_rows_beyond_the_indices_are_left_out():
+def test_what_lies_beyond_the_tokens_is_left_out():
     rows = torch.randn(2, 20, 4, 24, device=DEVICE)
     caches = torch.randn(2, 3, 16, 4, 24, device=DEVICE)
 
-    check_append(list(rows), list(caches), *draw_slots(13, 3, 16))
+    check_append(list(rows), list(caches), *draw_slots(17, 3, 16), num_tokens=13)
 
 
 def test_index_dtypes():
@@ -133,8 +135,8 @@ def test_index_dtypes():
 
 @pytest.fixture
 def big_tensor():
-    """A zeroed tensor of more than 2**31 elements, with room for axes whose offsets exceed that."""
-    needed = 9400 * 256 * 8 * 128 * 2
+    """A zeroed tensor of more than 2**31 elements: blocks of 256 tokens, 8 heads, head dim 128."""
+    needed = (2**13 + 2) * 256 * 8 * 128 * 2
     if not HAVE_GPU:
         pytest.skip("more than 2**31 elements are for the memory of a GPU")
     if torch.cuda.mem_get_info()[0] < 1.1 * needed:
@@ -147,20 +149,19 @@ def count_nonzero(tensor):
     return sum(int(torch.count_nonzero(piece)) for piece in tensor.split(2**26))
 
 
-@pytest.mark.parametrize(
-    "axes", ["blocks-tokens-heads", "blocks-heads-tokens", "heads-blocks-tokens"]
-)
-def test_cache_of_more_than_2_31_elements(big_tensor, axes):
-    sizes = dict(blocks=9400, tokens=256, heads=8)
-    order = axes.split("-")
-    cache = big_tensor.view(*(sizes[axis] for axis in order), 128)
-    cache = cache.permute(*(order.index(axis) for axis in ("blocks", "tokens", "heads")), 3)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
+def test_cache_of_more_than_2_31_elements(big_tensor, heads_first):
+    if heads_first:
+        cache = big_tensor.view(-1, 8, 256, 128).transpose(1, 2)
+    else:
+        cache = big_tensor.view(-1, 256, 8, 128)
+    last = len(cache) - 1
     rows = torch.randn(3, 8, 128, device=DEVICE).bfloat16()
     # The first slot, one below 2**31 elements in the default layout, and the last of all.
-    block_idx = torch.tensor([0, 2**13 - 1, 9399], device=DEVICE, dtype=torch.int32)
+    block_idx = torch.tensor([0, 2**13 - 1, last], device=DEVICE, dtype=torch.int32)
     position = torch.tensor([0, 255, 255], device=DEVICE, dtype=torch.int32)
 
-    triton_append([rows], [cache], block_idx, position)
+    triton_append([rows], [cache], block_idx, position, 3)
 
     assert torch.equal(cache[block_idx.long(), position.long()], rows)
     # Nothing else was written, a wrapped-around offset least of all.
@@ -168,7 +169,7 @@ def test_cache_of_more_than_2_31_elements(big_tensor, axes):
 
 
 def test_rows_that_lie_more_than_2_31_elements_apart(big_tensor):
-    rows = big_tensor.as_strided((2, 8, 128), (2**31 + 128, 128, 1)).normal_()
+    rows = big_tensor.as_strided((2, 8, 128), (2**31, 128, 1)).normal_()
     cache = torch.zeros(3, 16, 8, 128, device=DEVICE, dtype=torch.bfloat16)
 
     check_append([rows], [cache], *draw_slots(2, 3, 16))

@@ -43,7 +43,7 @@ SPECS = [
 @pytest.fixture(autouse=True)
 def seed():
     """The same numbers in every test, whatever ran before, and none taken from later tests."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[DEVICE] if DEVICE.type == "cuda" else []):
         torch.manual_seed(1234)
         yield
 
@@ -152,18 +152,21 @@ class TestAppend:
                 if row is not None:
                     cache[block_idx[token], position[token]] = row[token]
 
-        spec.append(storage, layer, key, value, block_idx, position)
+        spec.append(storage, layer, key, value, block_idx, position, num_tokens)
 
         assert torch.equal(storage, expected)
 
     @pytest.mark.parametrize("spec", [attention_spec(), latent_spec()], ids=["gqa", "latent"])
-    def test_rows_beyond_the_indices_are_left_out(self, spec):
+    def test_what_lies_beyond_the_tokens_is_left_out(self, spec):
         storage, expected = spec.allocate(2, DEVICE).zero_(), spec.allocate(2, DEVICE).zero_()
         key, value = draw_rows(spec, 9)
-        block_idx, position = draw_slots(spec, 6, 2)
+        block_idx, position = draw_slots(spec, 8, 2)
 
-        spec.append(storage, 1, key, value, block_idx, position)
-        spec.append(expected, 1, key[:6], None if value is None else value[:6], block_idx, position)
+        spec.append(storage, 1, key, value, block_idx, position, 6)
+
+        first = [None if t is None else t[:6] for t in (key, value, block_idx, position)]
+        spec.append(expected, 1, *first, 6)
+        assert storage.any()
 
         assert torch.equal(storage, expected)
 
@@ -174,7 +177,7 @@ class TestAppend:
         key, value = draw_rows(spec, 6)
         block_idx, position = draw_slots(spec, 6, 2)
 
-        spec.append(storage, 0, key, value, block_idx, position)
+        spec.append(storage, 0, key, value, block_idx, position, 6)
 
         keys, values = spec.layer_views(storage, 0)
         assert torch.equal(keys[block_idx, position], key.to(dtype))
@@ -190,7 +193,7 @@ class TestAppend:
         spec = attention_spec()
         storage = spec.allocate(2, DEVICE).zero_()
 
-        spec.append(storage, 0, *draw_rows(spec, 6), *draw_slots(spec, 6, 2))
+        spec.append(storage, 0, *draw_rows(spec, 6), *draw_slots(spec, 6, 2), 6)
 
         by_triton = DEVICE.type == "cuda" and have_triton
         assert len(launches) == by_triton
@@ -205,8 +208,8 @@ class TestAppend:
             (dict(key=lambda t: t[:5]), ValueError, "key must hold at least 6 tokens"),
             (dict(key=lambda t: t.to("meta")), ValueError, "key must .* not be .* on meta"),
             (dict(key=lambda t: t.int()), TypeError, "key must be floating point"),
-            (dict(block_idx=lambda t: t[:, None]), ValueError, "block_idx must be of shape"),
-            (dict(position=lambda t: t[:5]), ValueError, "position must be of shape"),
+            (dict(block_idx=lambda t: t[:, None]), ValueError, "block_idx must hold at least 6"),
+            (dict(position=lambda t: t[:5]), ValueError, "position must hold at least 6"),
             (dict(position=lambda t: t.to("meta")), ValueError, "position must .* not .* on meta"),
             (dict(block_idx=lambda t: t.float()), TypeError, "block_idx must be int32 or int64"),
             (dict(position=lambda t: t.bool()), TypeError, "position must be int32 or int64"),
@@ -221,7 +224,7 @@ class TestAppend:
             step[name] = change(step[name])
 
         with pytest.raises(error, match=message):
-            spec.append(storage, 0, **step)
+            spec.append(storage, 0, **step, num_tokens=6)
 
         assert not storage.any(), "a refused append wrote something"
 
@@ -231,7 +234,7 @@ class TestAppend:
         key, value = draw_rows(spec, 6)
 
         with pytest.raises(ValueError, match="value must hold at least 6 tokens"):
-            spec.append(storage, 0, key, value[:, :-1], *draw_slots(spec, 6, 2))
+            spec.append(storage, 0, key, value[:, :-1], *draw_slots(spec, 6, 2), 6)
 
         assert not storage.any()
 
@@ -248,7 +251,7 @@ class TestAppend:
         value = key if value is None else None
 
         with pytest.raises(ValueError, match=message):
-            spec.append(spec.allocate(2, DEVICE), 0, key, value, *draw_slots(spec, 6, 2))
+            spec.append(spec.allocate(2, DEVICE), 0, key, value, *draw_slots(spec, 6, 2), 6)
 
     @pytest.mark.parametrize(
         "other",
@@ -264,7 +267,7 @@ class TestAppend:
         spec = attention_spec()
 
         with pytest.raises(ValueError, match="is not of AttentionKVCacheSpec"):
-            spec.append(storage, 0, *draw_rows(spec, 6), *draw_slots(spec, 6, 2))
+            spec.append(storage, 0, *draw_rows(spec, 6), *draw_slots(spec, 6, 2), 6)
 
         assert not storage.any()
 
@@ -277,7 +280,7 @@ class TestFormerEntryPoint:
         storage, expected = spec.allocate(2, DEVICE).zero_(), spec.allocate(2, DEVICE).zero_()
         key, value = draw_rows(spec, 9)
         block_idx, position = draw_slots(spec, 9, 2)
-        spec.append(expected, 2, key[:6], value[:6], block_idx[:6], position[:6])
+        spec.append(expected, 2, key, value, block_idx, position, 6)
 
         triton_append_key_value_cache(
             layer_number=2,

@@ -113,7 +113,7 @@ def fill(layout):
     slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE, device=DEVICE)
     rows = torch.randn(2, len(slots), KV_HEADS, HEAD_DIM, generator=generator).to(DEVICE)
     storage = spec.allocate(NUM_BLOCKS, DEVICE)
-    spec.append(storage, 0, rows[0], rows[1], slots // BLOCK_SIZE, slots % BLOCK_SIZE)
+    spec.append(storage, 0, *rows, slots // BLOCK_SIZE, slots % BLOCK_SIZE, len(slots))
     return spec.layer_views(storage, 0)
 
 
