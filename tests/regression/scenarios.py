@@ -163,6 +163,14 @@ def _matrix() -> list[Scenario]:
         Scenario('async', gqa, {'async_sched_mode': 'async'}, expects=('overlaps',)),
         Scenario('tight', gqa, tight, lengths=short, new_tokens=40, expects=('paused', 'evicted')),
         Scenario(
+            'mla-latents-tight',
+            mla,
+            {**mla_blocks, 'buffer_size_gb': 0.16 * MIB, 'paused_buffer_size_gb': 0.04 * MIB},
+            lengths=short,
+            new_tokens=60,
+            expects=('paused', 'evicted'),
+        ),
+        Scenario(
             'tight-prefixes',
             gqa,
             {**tight, **lru},
@@ -195,7 +203,7 @@ def _matrix() -> list[Scenario]:
         *(Scenario(f'sink-{name}', {**gqa, **sink}) for name, sink in sinks.items()),
         Scenario('hybrid', {**gqa, 'hybrid_pattern': 'M*MM*M*'}),
         Scenario(
-            'hybrid-tight-blocks-64',
+            'hybrid-chunked-blocks-64',
             {**gqa, 'hybrid_pattern': '*MM*'},
             {'block_size_tokens': 64, **chunked},
             expects=('chunks',),
