@@ -1,8 +1,9 @@
-"""Stage 1 on a GPU: the append kernel's bandwidth and the engine's step times, over the base.
+r"""Stage 1 on a GPU: the append kernel's bandwidth and the engine's step times, over the base.
 
-    series apply core_r0.19.0 --stage 1 --to TREE
-    git -C TREE worktree add ../BASE base
-    python scripts/bench/stage1.py --base BASE --stage1 TREE --out docs/benchmarks
+    series apply core_r0.19.0 --stage 1
+    git -C .series/trees/core_r0.19.0-stage1 worktree add --detach /tmp/base base
+    python scripts/bench/stage1.py --base /tmp/base \
+        --stage1 .series/trees/core_r0.19.0-stage1 --out docs/benchmarks
 
 Needs a GPU, a FlashAttention that Megatron's dynamic engine takes, and what the engine imports.
 Writes stage1.json and stage1.md and exits with 1 where a goal is missed.
