@@ -96,7 +96,7 @@ def _download(project: Project, series: Series, folder: Path, progress: Progress
                 folder,
                 download_reporter=lambda link, done, total: progress(done, total),
             )
-    except (httpx2.HTTPError, UnpackError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, UnpackError, ValueError) as error:
         raise SeriesError(
             f'The source of {wanted} cannot be downloaded, and {has}.', f'{index}: {error}'
         ) from error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
 import filelock
 
@@ -133,19 +134,24 @@ class Checkout:
     @contextmanager
     def worktree(self, commit: str, name: str) -> Iterator[Git]:
         """A detached work tree at `commit`, kept inside the checkout's git folder meanwhile."""
-        folder = Path(self.git.text('rev-parse', '--absolute-git-dir')) / 'series' / name
-        folder.parent.mkdir(exist_ok=True)
-        with filelock.FileLock(folder.with_suffix('.lock')):
-            self._remove(folder)
+        place = Path(self.git.text('rev-parse', '--absolute-git-dir')) / 'series' / name
+        place.parent.mkdir(exist_ok=True)
+        with filelock.FileLock(place.with_suffix('.lock')):
+            self._remove(place)
+            place.mkdir(exist_ok=True)
+            # A new name each time: the git of a killed run may live on and write to the old one.
+            folder = Path(mkdtemp(dir=place))
             try:
                 self.git.run('worktree', 'add', '--quiet', '--detach', folder, commit)
                 yield Git(folder, alone=False)
             finally:
-                self._remove(folder)
+                self._remove(place)
 
-    def _remove(self, folder: Path) -> None:
-        if folder.exists():
-            shutil.rmtree(folder)
+    def _remove(self, place: Path) -> None:
+        for folder in place.glob('*'):
+            # Git locks a work tree until it has filled it.
+            self.git.ok('worktree', 'unlock', folder)
+        shutil.rmtree(place, ignore_errors=True)
         self.git.run('worktree', 'prune')
 
     def apply(self, number: int, on_patch: tree.OnPatch) -> None:

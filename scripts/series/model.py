@@ -196,19 +196,24 @@ class Project:
         return self.work / 'edit' / series.branch
 
     def all_series(self) -> list[Series]:
-        """Every base's series, newest base first."""
+        """Every base's series, newest base first.
+
+        Raises:
+            SeriesError: there is none.
+        """
         files = (self.root / 'patches').glob('*/series.toml')
-        return sorted(map(Series.load, files), key=lambda s: Version(s.version), reverse=True)
+        known = sorted(map(Series.load, files), key=lambda s: Version(s.version), reverse=True)
+        if not known:
+            raise SeriesError(f'There is no patches/<branch>/series.toml in {self.root}.')
+        return known
 
     def series(self, branch: str | None = None) -> Series:
         """The series of `branch`, or of the newest base.
 
         Raises:
-            SeriesError: there is no such base.
+            SeriesError: there is no such base, or none at all.
         """
         known = self.all_series()
-        if not known:
-            raise SeriesError(f'There is no patches/<branch>/series.toml in {self.root}.')
         for series in known:
             if branch in (None, series.branch):
                 return series

@@ -38,6 +38,14 @@ def test_no_network_and_no_cache(
     assert not list(project.cache.glob('*.tar.gz'))
 
 
+@pytest.mark.parametrize('index_url', ['nonsense', 'http://[::1', 'http://127.0.0.1:port/simple/'])
+def test_index_that_is_no_url(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, index_url: str
+) -> None:
+    monkeypatch.setenv('PIP_INDEX_URL', index_url)
+    assert 'megatron-core==9.1.2 cannot be downloaded' in refused('fetch', BRANCH)
+
+
 def test_index_serves_another_file(
     refused: Callable[..., str], index: Index, project: Project, series: Series
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -233,6 +234,20 @@ def test_killed_run_changes_nothing_and_the_next_starts_clean(
     assert state(checkout)[:3] == before
     assert len(checkout.lines('worktree', 'list')) == 2
     applied(1)
+    assert len(checkout.lines('worktree', 'list')) == 1
+
+
+def test_the_git_of_a_killed_run_is_still_at_work(
+    checkout: Git, applied: Callable[[int], None]
+) -> None:
+    leftover = checkout.path / '.git/series/apply/tmpkilled'
+    checkout.run('worktree', 'add', '--detach', '--lock', leftover)
+    writes = f'while :; do mkdir -p {leftover}; : > {leftover}/$i; i=$((i + 1)); done'
+    with subprocess.Popen(['sh', '-c', writes], stderr=subprocess.DEVNULL) as writer:
+        try:
+            applied(1)
+        finally:
+            writer.kill()
     assert len(checkout.lines('worktree', 'list')) == 1
 
 

@@ -39,9 +39,10 @@ def test_unknown_stage(
     assert not project.work.exists()
 
 
-def test_no_series_at_all(refused: Callable[..., str], series: Series) -> None:
+@pytest.mark.parametrize('verb', ['list', 'check', 'verify'])
+def test_no_series_at_all(refused: Callable[..., str], series: Series, verb: str) -> None:
     series.file.unlink()
-    assert 'There is no patches/<branch>/series.toml' in refused('verify')
+    assert 'There is no patches/<branch>/series.toml' in refused(verb)
 
 
 @pytest.mark.parametrize(
