@@ -194,20 +194,21 @@ class Checkout:
             own = self.series.patches(stage)
             have = [f'{applied[p][:10]} {p.name}' for p in own if p in applied]
             lack = [f'not there: {p.name}' for p in own if p not in applied]
+            if have and lack:
+                raise SeriesError(
+                    f'Stage {stage.number} is already applied in part to {self.git.path};'
+                    ' take those commits off, then apply it as a whole.',
+                    *have,
+                    *lack,
+                )
             if stage.number < number and lack:
                 raise SeriesError(
                     f'Stage {number} needs stage {stage.number}, which {self.git.path} does not'
-                    f' have{" in full" if have else ""}; apply stage {stage.number} first.',
-                    *have,
+                    f' have; apply stage {stage.number} first.',
                     *lack,
                 )
             if stage.number == number and have:
-                raise SeriesError(
-                    f'Stage {number} is already applied{" in part" if lack else ""}'
-                    f' to {self.git.path}.',
-                    *have,
-                    *lack,
-                )
+                raise SeriesError(f'Stage {number} is already applied to {self.git.path}.', *have)
 
 
 def _title(subject: str) -> str:

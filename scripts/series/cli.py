@@ -37,9 +37,20 @@ app = typer.Typer(
 Base = Annotated[str, typer.Argument(metavar='BASE', help='The branch, as in `series list`.')]
 StageNumber = Annotated[int, typer.Option('--stage', help='Number of the stage.')]
 Junit = Annotated[Path | None, typer.Option(help='Write the results as JUnit XML.')]
-To = Annotated[Path | None, typer.Option(help='A Git checkout of Megatron-LM, of that branch.')]
 
 
+def _named(path: str) -> Path:
+    if not path:  # An unset variable, say; as a path it would be the current folder.
+        raise typer.BadParameter('it is empty.')
+    return Path(path)
+
+
+To = Annotated[
+    Path | None,
+    typer.Option(
+        parser=_named, metavar='PATH', help='A Git checkout of Megatron-LM, of that branch.'
+    ),
+]
 Root = Annotated[
     Path,
     typer.Option(

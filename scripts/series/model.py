@@ -182,9 +182,16 @@ class Project:
 
     @property
     def cache(self) -> Path:
-        """The folder of downloaded source distributions; `SERIES_CACHE` overrides it."""
+        """The folder of downloaded source distributions; `SERIES_CACHE` overrides it.
+
+        Raises:
+            SeriesError: there is something else in its place.
+        """
         default = platformdirs.user_cache_dir('megatron-flashinfer', appauthor=False)
-        return Path(os.environ.get('SERIES_CACHE') or default)
+        path = Path(os.environ.get('SERIES_CACHE') or default)
+        if path.exists() and not path.is_dir():
+            raise SeriesError(f'The cache, {path}, is not a folder; SERIES_CACHE names another.')
+        return path
 
     @property
     def trees(self) -> Path:

@@ -46,6 +46,14 @@ def test_index_that_is_no_url(
     assert 'megatron-core==9.1.2 cannot be downloaded' in refused('fetch', BRANCH)
 
 
+def test_cache_that_is_no_folder(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / 'file').touch()
+    monkeypatch.setenv('SERIES_CACHE', str(tmp_path / 'file'))
+    assert f'The cache, {tmp_path}/file, is not a folder' in refused('fetch', BRANCH)
+
+
 def test_index_serves_another_file(
     refused: Callable[..., str], index: Index, project: Project, series: Series
 ) -> None:
