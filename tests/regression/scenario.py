@@ -61,7 +61,10 @@ def run(scenario: Scenario, device: torch.device, fault: str = '') -> Outcome:
 
 
 def _missing(scenario: Scenario, device: torch.device) -> str:
-    """What a machine with a GPU still lacks for a scenario."""
+    """What a machine with a GPU, or a tree with the first patches only, lacks for a scenario."""
+    if 'kv_cache_layout' in scenario.inference:
+        if not hasattr(inference_config.InferenceConfig, 'kv_cache_layout'):
+            return 'a later patch of the stage lets the layout be chosen'
     if scenario.inference.get('unified_memory_level'):
         try:
             unified_memory.create_unified_mempool()
