@@ -81,7 +81,7 @@ class Case:
     def stage1(self, append: Callable[..., None], layer: int) -> None:
         """Append with the stage's kernel."""
         rows, caches = self.rows[:, layer].unbind(), self.cache[:, layer].unbind()
-        append(rows, caches, self.block_idx, self.position)
+        append(rows, caches, self.block_idx, self.position, self.tokens)
 
     def base(self, append: Callable[..., None], layer: int) -> None:
         """Append with the base's kernel, which takes keys of shape (tokens, 1, heads, head_dim)."""
