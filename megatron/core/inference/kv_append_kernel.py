@@ -10,8 +10,8 @@ from torch import Tensor
 
 # A program copies a tile of at most this many elements of the keys, and as many of the values:
 # part of a wide row, or several narrow ones. Up to so many tokens, each has programs of its own:
-# measured on an H200, larger tiles cost a decode step up to 16 %, for most multiprocessors idle;
-# beyond, one program a token costs up to 32 % where rows are narrow.
+# larger tiles would leave most of a large GPU's multiprocessors idle in a decode step; beyond, a
+# program a token would have too little to do where rows are narrow.
 _TILE_ELEMENTS = 1024
 _FEW_TOKENS = 1024
 _ELEMENTS_PER_WARP = 256  # a thread then moves 16 bytes of a 16-bit tensor at a time
