@@ -1,0 +1,15 @@
+"""Stand-in for FlashInfer: what Megatron's FlashInfer backend calls, with the real signatures.
+
+Other parts of FlashInfer are missing, so that importing them fails as without the package.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from . import decode as decode
+from . import prefill as prefill
+from .prefill import BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper
+from .xqa import xqa as xqa
+
+__version__ = version('flashinfer-python')

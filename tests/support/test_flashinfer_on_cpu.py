@@ -1,0 +1,811 @@
+"""The stand-in for FlashInfer against the reference, and what it does not put up with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashinfer_on_cpu
+from flashinfer_on_cpu import KERNELS, SM_COUNT, works
+from reference_attention import attend_paged
+from series import gates, tree
+from series.model import Project
+
+HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 64
+SCALE = 0.3
+# New tokens and tokens in the cache of each request.
+PREFILL = [(20, 20), (5, 40), (0, 0), (1, 16), (150, 170), (3, 33)]
+DECODE = [(1, 16), (1, 17), (1, 0), (1, 1), (1, 100)]
+TABLE_WIDTH = 12
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Iterator[None]:
+    torch.manual_seed(0)
+    flashinfer_on_cpu.install()
+    yield
+    flashinfer_on_cpu.uninstall()
+
+
+class Batch:
+    """Packed requests on a paged cache whose every other place is NaN, pages in random order."""
+
+    def __init__(
+        self, requests: list[tuple[int, int]], dim: int = DIM, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        new, lengths = (torch.tensor(part, dtype=torch.int32) for part in zip(*requests))
+        self.lengths = lengths
+        self.starts = torch.cat([new.new_zeros(1), new.cumsum(0, dtype=torch.int32)])
+        self.query = torch.randn(int(new.sum()), HEADS, dim).to(dtype)
+        shape = PAGES, PAGE, KV_HEADS, dim
+        self.cache = tuple(torch.full(shape, math.nan, dtype=dtype) for _ in range(2))
+        counts = (lengths + PAGE - 1) // PAGE
+        self.page_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+        self.page_ids = torch.randperm(PAGES)[: int(counts.sum())].to(torch.int32)
+        self.last = lengths - (counts - 1).clamp(min=0) * PAGE
+        self.table = torch.full((len(requests), TABLE_WIDTH), -1, dtype=torch.int32)
+        for request, (_, length) in enumerate(requests):
+            ids = self.page_ids[self.page_starts[request] : self.page_starts[request + 1]]
+            self.table[request, : len(ids)] = ids
+            for position in range(length):
+                for cache in self.cache:
+                    cache[ids[position // PAGE], position % PAGE] = torch.randn(KV_HEADS, dim)
+
+    def wanted(self, window: int = -1, causal: bool = True) -> tuple[Tensor, Tensor]:
+        """Output and natural log-sum-exp, both float32, from the block table."""
+        output, lse = attend_paged(
+            self.query.float(),
+            *self.cache,
+            query_starts=self.starts,
+            key_lengths=self.lengths,
+            block_table=self.table,
+            scale=SCALE,
+            causal=causal,
+            window=(window, -1),
+        )
+        return output, lse.T
+
+
+def assert_close(output: Tensor, wanted: Tensor) -> None:
+    """Equal but for the rounding of the output."""
+    torch.testing.assert_close(output.float(), wanted, rtol=1e-2, atol=1e-4)
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Softmax with one more score a head, `sinks`, whose value is zero."""
+    total = torch.logaddexp(lse, sinks.flatten())
+    return output * torch.exp(lse - total).unsqueeze(-1)
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """A function of the stand-in by module and name."""
+    module, function = name.split('.')
+    found = getattr(importlib.import_module(f'flashinfer.{module}'), function)
+    assert callable(found)
+    return found
+
+
+# xqa
+
+
+def xqa_arguments(batch: Batch) -> dict[str, Any]:
+    """A right call for requests of one query each."""
+    query = batch.query.unsqueeze(1)
+    return {
+        'q': query,
+        'k_cache': batch.cache[0],
+        'v_cache': batch.cache[1],
+        'page_table': batch.table,
+        'seq_lens': batch.lengths.to(torch.uint32).unsqueeze(1),
+        'output': torch.full_like(query, 7),
+        'workspace_buffer': torch.zeros(1024, dtype=torch.uint8),
+        'semaphores': torch.zeros(64, dtype=torch.uint32),
+        'num_kv_heads': KV_HEADS,
+        'page_size': PAGE,
+        'q_scale': SCALE * DIM**0.5,
+    }
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('window', [-1, 0, 15, 16, 1000])
+@pytest.mark.parametrize('sinks', [None, torch.tensor([[0.5, -1.0], [2.0, 5.0]])])
+def test_xqa_is_the_reference_and_leaves_nan_where_there_is_no_key(
+    dtype: torch.dtype, window: int, sinks: Tensor | None
+) -> None:
+    batch = Batch(DECODE, dtype=dtype)
+    call = xqa_arguments(batch)
+    kernel('xqa.xqa')(**call, sliding_win_size=window + 1, sinks=sinks)
+    wanted, lse = batch.wanted(window)
+    if sinks is not None:
+        wanted = with_sinks(wanted, lse, sinks)
+    empty = batch.lengths == 0
+    assert_close(call['output'][~empty, 0], wanted[~empty])
+    assert call['output'][empty].isnan().all()
+    assert not call['semaphores'].view(torch.int32).any()
+
+
+def test_xqa_reads_heads_first_caches() -> None:
+    batch = Batch(DECODE)
+    call = xqa_arguments(batch)
+    for name in ('k_cache', 'v_cache'):
+        call[name] = call[name].transpose(1, 2).contiguous()
+    kernel('xqa.xqa')(**call, kv_layout='HND')
+    assert_close(call['output'][0, 0], batch.wanted()[0][0])
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A boolean mask `(requests, queries, queries)` in xqa's bits."""
+    width = mask.shape[-1]
+    words = (width + 31) // 32 * 2
+    bits = torch.nn.functional.pad(mask, (0, words * 16 - width)).unflatten(-1, (words, 16))
+    return (bits * 2 ** torch.arange(16)).sum(-1).to(torch.int32).to(torch.uint16)
+
+
+@pytest.mark.parametrize('window', [-1, 20])
+@pytest.mark.parametrize('drafts', [3, 33])
+def test_xqa_takes_drafts_with_a_mask(drafts: int, window: int) -> None:
+    batch = Batch([(drafts, drafts), (drafts, drafts + 31), (drafts, 100)])
+    call = xqa_arguments(batch)
+    call['q'] = batch.query.view(3, 1, drafts, HEADS, DIM)
+    call['output'] = torch.empty_like(call['q'])
+    call['mask'] = packed(torch.ones(3, drafts, drafts, dtype=torch.bool).tril())
+    kernel('xqa.xqa')(**call, q_seq_len=drafts, sliding_win_size=window + 1)
+    assert_close(call['output'].view_as(batch.query), batch.wanted(window)[0])
+
+
+def test_xqa_sees_no_draft_that_the_mask_leaves_out() -> None:
+    batch = Batch([(2, 40)])
+    call = xqa_arguments(batch)
+    call['q'] = batch.query.view(1, 1, 2, HEADS, DIM)
+    call['output'] = torch.empty_like(call['q'])
+    call['mask'] = packed(torch.tensor([[[True, False], [False, True]]]))
+    last = batch.table[0, 2]
+    batch.cache[0][last, 6] = batch.cache[1][last, 6] = math.nan
+    kernel('xqa.xqa')(**call, q_seq_len=2)
+    first, second = call['output'][0, 0]
+    assert first.isnan().all() and second.isfinite().all()
+
+
+def every_second(tensor: Tensor) -> Tensor:
+    """The same elements, not contiguous."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ('name', 'change', 'why'),
+    [
+        ('q', every_second, 'contiguous'),
+        ('q', Tensor.float, 'queries of'),
+        ('q', lambda q: q.squeeze(1), 'q is'),
+        ('output', every_second, 'contiguous'),
+        ('output', Tensor.half, 'output is'),
+        ('output', lambda output: output[:-1], 'output is'),
+        ('page_table', every_second, 'contiguous'),
+        ('page_table', Tensor.long, 'page_table is'),
+        ('page_table', lambda table: table[:-1], 'page_table is'),
+        ('seq_lens', lambda lengths: lengths.view(torch.int32), 'seq_lens is'),
+        ('seq_lens', Tensor.flatten, 'seq_lens is'),
+        ('semaphores', lambda zeros: zeros.view(torch.int32), 'semaphores is'),
+        ('semaphores', lambda zeros: zeros[:9], 'too few semaphores'),
+        ('semaphores', lambda zeros: (zeros.view(torch.int32) + 1).view(torch.uint32), 'not zero'),
+        ('k_cache', Tensor.half, 'a cache of'),
+        ('v_cache', lambda cache: cache.transpose(1, 2).contiguous().transpose(1, 2), 'strides'),
+        ('page_size', lambda size: 256, 'pages of 256'),
+        ('page_size', lambda size: 32, 'a cache of'),
+        ('num_kv_heads', lambda heads: 1, 'a cache of'),
+        ('sinks', lambda sinks: torch.zeros(HEADS), 'sinks is'),
+        ('q_seq_len', lambda size: 2, 'five dimensions'),
+    ],
+)
+def test_xqa_refuses_what_it_would_read_wrongly(
+    name: str, change: Callable[[Any], Any], why: str
+) -> None:
+    call = xqa_arguments(Batch(DECODE))
+    with pytest.raises(ValueError, match=why):
+        kernel('xqa.xqa')(**{**call, name: change(call.get(name))})
+
+
+def test_xqa_needs_semaphores_that_no_one_else_uses() -> None:
+    call = xqa_arguments(Batch(DECODE))
+    call['workspace_buffer'] = call['semaphores'].view(torch.uint8)
+    kernel('xqa.xqa')(**call)
+    with pytest.raises(ValueError, match='not zero'):
+        kernel('xqa.xqa')(**call)
+
+
+def test_xqa_needs_a_mask_for_drafts_and_a_gpu_that_has_it() -> None:
+    batch = Batch([(2, 40)])
+    call = xqa_arguments(batch)
+    call['q'] = call['output'] = batch.query.view(1, 1, 2, HEADS, DIM)
+    with pytest.raises(ValueError, match='need a mask'):
+        kernel('xqa.xqa')(**call, q_seq_len=2)
+    flashinfer_on_cpu.install(capability=(8, 0))
+    with pytest.raises(ValueError, match='SM 9.0'):
+        kernel('xqa.xqa')(**call, q_seq_len=2)
+
+
+# The prefill wrapper
+
+
+def make_wrapper(backend: str, *args: Any, **options: Any) -> Any:
+    """A new wrapper of the stand-in."""
+    make = kernel('prefill.BatchPrefillWithPagedKVCacheWrapper')
+    return make(torch.zeros(1024, dtype=torch.uint8), *args, backend=backend, **options)
+
+
+def plan(wrapper: Any, batch: Batch, window: int = -1, **changes: Any) -> None:
+    """Plan on a batch."""
+    dim, dtype = batch.query.shape[-1], batch.query.dtype
+    call = {
+        'qo_indptr': batch.starts,
+        'paged_kv_indptr': batch.page_starts,
+        'paged_kv_indices': batch.page_ids,
+        'paged_kv_last_page_len': batch.last,
+        'num_qo_heads': HEADS,
+        'num_kv_heads': KV_HEADS,
+        'head_dim_qk': dim,
+        'page_size': PAGE,
+        'causal': True,
+        'sm_scale': SCALE,
+        'window_left': window,
+        'q_data_type': dtype,
+        **changes,
+    }
+    wrapper.plan(**call)
+
+
+def graph_wrapper(backend: str, requests: int) -> Any:
+    """A wrapper with buffers for that many requests."""
+    sizes = requests + 1, requests + 1, PAGES, requests
+    buffers = (torch.full((size,), -1, dtype=torch.int32) for size in sizes)
+    return make_wrapper(backend, 'NHD', True, *buffers)
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3', 'auto'])
+@pytest.mark.parametrize('graph', [False, True])
+@pytest.mark.parametrize(('window', 'causal'), [(-1, True), (-1, False), (0, True), (17, True)])
+def test_wrapper_is_the_reference(backend: str, graph: bool, window: int, causal: bool) -> None:
+    batch = Batch(PREFILL)
+    wrapper = graph_wrapper(backend, len(PREFILL)) if graph else make_wrapper(backend)
+    plan(wrapper, batch, window, causal=causal)
+    out = torch.full_like(batch.query, math.nan)
+    result, lse = wrapper.run(batch.query, batch.cache, out=out, return_lse=True)
+    wanted, wanted_lse = batch.wanted(window, causal)
+    assert result is out
+    assert_close(out, wanted)
+    torch.testing.assert_close(lse, torch.log2(torch.exp(wanted_lse)))
+    assert torch.equal(wrapper.run(batch.query, batch.cache), out)
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+def test_wrapper_gives_zero_where_there_is_no_key(backend: str) -> None:
+    batch = Batch([(2, 20), (3, 0)])
+    wrapper = make_wrapper(backend)
+    plan(wrapper, batch)
+    out, lse = wrapper.run(batch.query, batch.cache, return_lse=True)
+    assert_close(out[:2], batch.wanted()[0][:2])
+    assert torch.equal(out[2:], torch.zeros_like(out[2:]))
+    assert torch.equal(lse[2:], torch.full((3, HEADS), -math.inf))
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+def test_wrapper_reads_either_layout_and_one_tensor_for_both(backend: str) -> None:
+    batch = Batch(PREFILL)
+    both = torch.stack(batch.cache, 1)
+    for layout, cache in (('NHD', both), ('HND', both.transpose(2, 3))):
+        wrapper = make_wrapper(backend, layout)
+        plan(wrapper, batch)
+        assert_close(wrapper.run(batch.query, cache), batch.wanted()[0])
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+def test_wrapper_takes_sinks_and_does_not_apply_them(backend: str) -> None:
+    batch = Batch(PREFILL)
+    wrapper = make_wrapper(backend)
+    plan(wrapper, batch)
+    plain = wrapper.run(batch.query, batch.cache)
+    assert torch.equal(wrapper.run(batch.query, batch.cache, sinks=torch.ones(HEADS)), plain)
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+@pytest.mark.parametrize(
+    ('change', 'why'),
+    [
+        ({'q': lambda q: q[:-1]}, 'planned'),
+        ({'q': Tensor.half}, 'not planned'),
+        ({'q': lambda q: q[:, :2]}, 'heads are not planned'),
+        ({'q': every_second}, 'contiguous'),
+        ({'out': Tensor.half}, 'not planned'),
+        ({'out': lambda out: out[:-1]}, 'out is'),
+        ({'out': every_second}, 'contiguous'),
+        ({'lse': lambda lse: lse.T.contiguous().T}, 'contiguous'),
+        ({'lse': Tensor.double}, 'lse is'),
+        ({'window_left': lambda window: 3}, 'not planned'),
+        ({'paged_kv_cache': lambda cache: tuple(map(Tensor.half, cache))}, 'is not'),
+        ({'paged_kv_cache': lambda cache: tuple(part[:, :, :1] for part in cache)}, 'KV heads'),
+    ],
+)
+def test_wrapper_refuses_what_was_not_planned(
+    backend: str, change: dict[str, Callable[[Any], Any]], why: str
+) -> None:
+    batch = Batch(PREFILL)
+    wrapper = make_wrapper(backend)
+    plan(wrapper, batch)
+    call: dict[str, Any] = {
+        'q': batch.query,
+        'paged_kv_cache': batch.cache,
+        'out': torch.empty_like(batch.query),
+        'lse': torch.empty(batch.query.shape[:2]),
+        'window_left': -1,
+    }
+    wrapper.run(**call)
+    ((name, changed),) = change.items()
+    with pytest.raises(ValueError, match=why):
+        wrapper.run(**{**call, name: changed(call[name])})
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+def test_graph_mode_holds_to_its_buffers(backend: str) -> None:
+    wrapper = graph_wrapper(backend, 2)
+    places = [wrapper._qo_indptr_buf.data_ptr(), wrapper._paged_kv_indices_buf.data_ptr()]
+    plan(wrapper, Batch([(4, 20), (4, 30)]))
+    first = wrapper._plan_info
+    for batch in (Batch([(8, 90), (0, 0)]), Batch([(1, 3), (2, 2)])):
+        plan(wrapper, batch)
+        assert_close(wrapper.run(batch.query, batch.cache), batch.wanted()[0])
+        assert wrapper._plan_info == first
+    with pytest.raises(ValueError, match='9 rows, more than 8'):
+        plan(wrapper, Batch([(4, 20), (5, 30)]))
+    with pytest.raises(ValueError, match='1 requests, not 2'):
+        plan(wrapper, Batch([(4, 20)]))
+    many = torch.zeros(PAGES + 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match='more than 64 page ids'):
+        plan(wrapper, Batch([(1, 3), (2, 2)]), paged_kv_indices=many)
+    assert places == [wrapper._qo_indptr_buf.data_ptr(), wrapper._paged_kv_indices_buf.data_ptr()]
+    with pytest.raises(ValueError, match='four buffers'):
+        make_wrapper(backend, 'NHD', True)
+    with pytest.raises(ValueError, match=r'buffers of \[3, 3, 3\]'):
+        make_wrapper(backend, 'NHD', True, *(torch.zeros(3, dtype=torch.int32) for _ in range(4)))
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+def test_a_plan_is_made_from_int32(backend: str) -> None:
+    batch = Batch(PREFILL)
+    with pytest.raises(ValueError, match='int64'):
+        plan(make_wrapper(backend), batch, qo_indptr=batch.starts.long())
+
+
+def test_fa2_notices_a_last_page_where_there_is_none() -> None:
+    batch = Batch(PREFILL)
+    wrapper = make_wrapper('fa2')
+    plan(wrapper, batch, paged_kv_last_page_len=batch.last.clamp(min=1))
+    with pytest.raises(ValueError, match='of another batch'):
+        wrapper.run(batch.query, batch.cache)
+
+
+def test_run_needs_all_that_plan_sets() -> None:
+    batch = Batch(PREFILL)
+    wrapper = make_wrapper('fa3')
+    with pytest.raises(AttributeError):
+        wrapper.run(batch.query, batch.cache)
+    plan(wrapper, batch)
+    del wrapper._token_pos_in_items_len
+    with pytest.raises(AttributeError, match='_token_pos_in_items_len'):
+        wrapper.run(batch.query, batch.cache)
+
+
+def test_what_has_no_stand_in_is_refused() -> None:
+    batch = Batch(PREFILL)
+    wrapper = make_wrapper('fa2')
+    with pytest.raises(NotImplementedError, match='logits_soft_cap'):
+        plan(wrapper, batch, logits_soft_cap=30.0)
+    plan(wrapper, batch, logits_soft_cap=None)
+    with pytest.raises(NotImplementedError, match='k_scale'):
+        wrapper.run(batch.query, batch.cache, k_scale=torch.ones(1))
+    with pytest.raises(NotImplementedError, match='cudnn'):
+        make_wrapper('cudnn')
+    with pytest.raises(TypeError, match='unexpected keyword'):
+        wrapper.run(batch.query, batch.cache, scale=1.0)
+
+
+def test_fa2_notices_a_stale_plan_and_a_shared_workspace() -> None:
+    batch = Batch(PREFILL)
+    first, second = make_wrapper('fa2'), make_wrapper('fa2')
+    shared = torch.zeros(4096, dtype=torch.uint8)
+    for wrapper, window in ((first, -1), (second, 17)):
+        wrapper.reset_workspace_buffer(torch.zeros(64, dtype=torch.uint8), shared)
+        plan(wrapper, batch, window)
+        assert_close(wrapper.run(batch.query, batch.cache), batch.wanted(window)[0])
+    with pytest.raises(ValueError, match='of another batch'):
+        first.run(batch.query, batch.cache)
+    second._paged_kv_last_page_len_buf[0] += 1
+    with pytest.raises(ValueError, match='of another batch'):
+        second.run(batch.query, batch.cache)
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+def test_workspaces_are_written_and_aligned(backend: str) -> None:
+    batch = Batch(PREFILL)
+    wrapper = make_wrapper(backend)
+    scratch = torch.zeros(64, dtype=torch.uint8)
+    wrapper.reset_workspace_buffer(scratch, torch.zeros(65536, dtype=torch.uint8))
+    plan(wrapper, batch)
+    wrapper.run(batch.query, batch.cache)
+    assert scratch.any()
+    with pytest.raises(ValueError, match='16-byte'):
+        wrapper.reset_workspace_buffer(scratch, torch.zeros(65, dtype=torch.uint8)[1:])
+
+
+# The work list of fa3
+
+
+@pytest.fixture
+def planned() -> tuple[Any, Batch]:
+    """A wrapper of fa3 after its plan, and the batch."""
+    batch = Batch(PREFILL)
+    wrapper = make_wrapper('fa3')
+    plan(wrapper, batch)
+    return wrapper, batch
+
+
+def read_works(wrapper: Any) -> list[works.Work]:
+    return works.read(wrapper._int_workspace_buffer, wrapper._plan_info, ctas=SM_COUNT)
+
+
+def write_works(wrapper: Any, changed: list[works.Work], all_heads: bool = False) -> None:
+    wrapper._int_workspace_buffer.fill_(255)
+    wrapper._plan_info = works.write(
+        wrapper._int_workspace_buffer, changed, ctas=SM_COUNT, room=500, all_heads=all_heads
+    )
+
+
+def test_works_are_found_as_they_were_written(planned: tuple[Any, Batch]) -> None:
+    wrapper, batch = planned
+    found = read_works(wrapper)
+    assert len(found) == HEADS * 6 and {work.tile for work in found} == {0, 1}
+    write_works(wrapper, found[::-1])
+    assert set(read_works(wrapper)) == set(found)
+    assert_close(wrapper.run(batch.query, batch.cache), batch.wanted()[0])
+    write_works(wrapper, [])
+    assert read_works(wrapper) == []
+
+
+def test_a_list_may_be_for_all_heads_at_once(planned: tuple[Any, Batch]) -> None:
+    wrapper, batch = planned
+    write_works(wrapper, [w for w in read_works(wrapper) if w.head == 0], all_heads=True)
+    assert wrapper._plan_info[8] == 1
+    assert_close(wrapper.run(batch.query, batch.cache), batch.wanted()[0])
+
+
+def test_many_tiles_are_planned_for_all_heads() -> None:
+    wrapper = make_wrapper('fa3')
+    rows = torch.arange(4100, dtype=torch.int32)
+    none = torch.zeros_like(rows)
+    plan(wrapper, Batch(DECODE), qo_indptr=rows, paged_kv_indptr=none,
+         paged_kv_last_page_len=none[1:])  # fmt: skip
+    assert wrapper._plan_info[8] == 1 and len(read_works(wrapper)) == 4099
+
+
+def test_rows_of_no_work_stay_as_they_are(planned: tuple[Any, Batch]) -> None:
+    wrapper, batch = planned
+    write_works(wrapper, [w for w in read_works(wrapper) if (w.request, w.head) != (1, 2)])
+    out = torch.full_like(batch.query, 7)
+    wrapper.run(batch.query, batch.cache, out=out)
+    wanted, _ = batch.wanted()
+    wanted[20:25, 2] = 7
+    assert_close(out, wanted)
+
+
+def test_a_row_that_is_written_twice_is_noticed(planned: tuple[Any, Batch]) -> None:
+    wrapper, batch = planned
+    found = read_works(wrapper)
+    write_works(wrapper, [*found, found[3]])
+    with pytest.raises(RuntimeError, match='another work writes'):
+        wrapper.run(batch.query, batch.cache)
+
+
+def test_a_stale_list_shows(planned: tuple[Any, Batch]) -> None:
+    wrapper, batch = planned
+    # A token more, and only the list does not know of it.
+    later = Batch([(new, keys and keys + 1) for new, keys in PREFILL])
+    wrapper._paged_kv_indices_buf = later.page_ids
+    output = wrapper.run(later.query, later.cache)
+    assert not torch.allclose(output.float(), later.wanted()[0], rtol=1e-2, atol=1e-4)
+    # Rows fewer than the list has.
+    fewer = Batch(PREFILL[:-1])
+    wrapper._qo_indptr_last = len(fewer.query)
+    with pytest.raises(IndexError, match='rows'):
+        wrapper.run(fewer.query, fewer.cache)
+    # Nothing was ever planned in this workspace.
+    wrapper.reset_workspace_buffer(
+        torch.zeros(64, dtype=torch.uint8), torch.full((65536,), 255, dtype=torch.uint8)
+    )
+    wrapper._qo_indptr_last = len(batch.query)
+    out = torch.full_like(batch.query, 7)
+    wrapper.run(batch.query, batch.cache, out=out)
+    assert torch.equal(out, torch.full_like(out, 7))
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'query_start': -1},
+        {'query_start': 100},
+        {'page_start': -1},
+        {'page_start': 25},
+        {'tile': -1},
+        {'head': HEADS},
+        {'head': -1},
+    ],
+)
+def test_a_work_out_of_bounds_is_noticed(
+    planned: tuple[Any, Batch], change: dict[str, int]
+) -> None:
+    wrapper, batch = planned
+    found = next(work for work in read_works(wrapper) if work.request == 4 and work.tile == 0)
+    write_works(wrapper, [found])
+    wrapper.run(batch.query, batch.cache)
+    write_works(wrapper, [works.Work(**{**vars(found), **change})])
+    with pytest.raises(IndexError):
+        wrapper.run(batch.query, batch.cache)
+
+
+def test_a_list_out_of_its_workspace_is_noticed(planned: tuple[Any, Batch]) -> None:
+    wrapper, batch = planned
+    found, right = read_works(wrapper), wrapper._plan_info
+    wrapper._plan_info = [*right[:5], wrapper._int_workspace_buffer.numel() - 4, *right[6:]]
+    with pytest.raises(IndexError, match='numbers at byte'):
+        wrapper.run(batch.query, batch.cache)
+    wrapper._plan_info = right[:8]
+    with pytest.raises(ValueError, match='a plan of 8'):
+        wrapper.run(batch.query, batch.cache)
+    with pytest.raises(ValueError, match='too small'):
+        works.write(torch.zeros(100, dtype=torch.uint8), found, ctas=4, room=99, all_heads=False)
+    with pytest.raises(ValueError, match='room for 1'):
+        works.write(torch.zeros(9999, dtype=torch.uint8), found, ctas=4, room=1, all_heads=False)
+
+
+def test_page_ids_may_be_a_table_of_any_shape(planned: tuple[Any, Batch]) -> None:
+    wrapper, batch = planned
+    wrapper._paged_kv_indices_buf = batch.table
+    write_works(
+        wrapper,
+        [
+            works.Work(**{**vars(work), 'page_start': work.request * TABLE_WIDTH})
+            for work in read_works(wrapper)
+        ],
+    )
+    assert_close(wrapper.run(batch.query, batch.cache), batch.wanted()[0])
+    wrapper._paged_kv_indices_buf = batch.table.T
+    with pytest.raises(ValueError, match='contiguous'):
+        wrapper.run(batch.query, batch.cache)
+
+
+def test_tiles_are_larger_where_the_head_dim_is_64() -> None:
+    batch = Batch(PREFILL, dim=64)
+    wrapper = make_wrapper('fa3')
+    plan(wrapper, batch)
+    assert {work.tile for work in read_works(wrapper)} == {0}
+    assert_close(wrapper.run(batch.query, batch.cache), batch.wanted()[0])
+
+
+# Blackwell's kernels
+
+
+def trtllm_arguments(batch: Batch) -> dict[str, Any]:
+    """What both kernels take."""
+    return {
+        'query': batch.query,
+        'kv_cache': batch.cache,
+        'workspace_buffer': torch.zeros(64, dtype=torch.uint8),
+        'block_tables': batch.table,
+        'seq_lens': batch.lengths,
+        'bmm1_scale': SCALE,
+        'bmm2_scale': 1.0,
+        'kv_layout': 'NHD',
+        'out': torch.full_like(batch.query, 7),
+    }
+
+
+@pytest.mark.parametrize('window', [-1, 0, 17])
+@pytest.mark.parametrize('sinks', [None, torch.tensor([0.5, -1.0, 2.0, 5.0])])
+def test_trtllm_is_the_reference(window: int, sinks: Tensor | None) -> None:
+    flashinfer_on_cpu.install(capability=(10, 0))
+    for requests in (DECODE, PREFILL):
+        batch = Batch(requests)
+        call = {**trtllm_arguments(batch), 'window_left': window, 'sinks': sinks}
+        decode = kernel('decode.trtllm_batch_decode_with_kv_cache')
+        context = kernel('prefill.trtllm_batch_context_with_kv_cache')
+        ragged = {'cum_seq_lens_q': batch.starts, 'max_q_len': 150}
+        outputs = [
+            decode(**call, **ragged, q_len_per_req=None, max_seq_len=170),
+            context(**call, **ragged, max_kv_len=170, batch_size=len(requests),
+                    cum_seq_lens_kv=torch.cat([batch.starts[:1], batch.lengths.cumsum(0).int()])),
+        ]  # fmt: skip
+        if requests is DECODE:
+            outputs.append(decode(**{**call, 'out': None}, max_seq_len=170))
+        wanted, lse = batch.wanted(window)
+        if sinks is not None:
+            wanted = with_sinks(wanted, lse, sinks)
+        empty = batch.lengths.repeat_interleave(batch.starts.diff()) == 0
+        for output in outputs:
+            assert_close(output[~empty], wanted[~empty])
+            assert output[empty].isnan().all()
+
+
+def test_trtllm_leaves_rows_of_no_request_as_they_are() -> None:
+    flashinfer_on_cpu.install(capability=(10, 3))
+    batch = Batch(DECODE)
+    call = trtllm_arguments(batch)
+    starts = batch.starts.clamp(max=3)
+    kernel('decode.trtllm_batch_decode_with_kv_cache')(
+        **call, max_seq_len=170, q_len_per_req=None, max_q_len=1, cum_seq_lens_q=starts
+    )
+    assert torch.equal(call['out'][3:], torch.full_like(call['out'][3:], 7))
+
+
+@pytest.mark.parametrize(
+    ('change', 'why'),
+    [
+        ({'max_seq_len': 99}, '100 keys, more than the 99'),
+        ({'block_tables': torch.zeros(5, 12, dtype=torch.int64)}, 'block_tables is'),
+        ({'seq_lens': torch.zeros(5, 1, dtype=torch.int32)}, 'seq_lens is'),
+        ({'seq_lens': torch.zeros(5, dtype=torch.int64)}, 'seq_lens of'),
+        ({'sinks': torch.zeros(2, 2)}, 'sinks is'),
+        ({'multi_ctas_kv_counter_buffer': torch.ones(8, dtype=torch.uint8)}, 'not zero'),
+        ({'cum_seq_lens_q': torch.arange(6, dtype=torch.int32)}, 'q_len_per_req=None'),
+    ],
+)
+def test_trtllm_refuses_what_it_would_read_wrongly(change: dict[str, Any], why: str) -> None:
+    flashinfer_on_cpu.install(capability=(10, 0))
+    call = {**trtllm_arguments(Batch(DECODE)), 'max_seq_len': 170}
+    with pytest.raises(ValueError, match=why):
+        kernel('decode.trtllm_batch_decode_with_kv_cache')(**{**call, **change})
+
+
+def test_trtllm_is_for_blackwell() -> None:
+    call = {**trtllm_arguments(Batch(DECODE)), 'max_seq_len': 170}
+    with pytest.raises(NotImplementedError, match='xqa'):
+        kernel('decode.trtllm_batch_decode_with_kv_cache')(**call)
+    with pytest.raises(ValueError, match='SM 10'):
+        kernel('decode.trtllm_batch_decode_with_kv_cache')(**call, backend='trtllm-gen')
+
+
+# All kernels
+
+
+def run_on(name: str, batch: Batch) -> Tensor:
+    """The output of a kernel for a batch of one query a request."""
+    if name == 'xqa':
+        call = xqa_arguments(batch)
+        kernel('xqa.xqa')(**call)
+        output = call['output'].squeeze(1)
+    elif name == 'trtllm':
+        flashinfer_on_cpu.install(capability=(10, 0))
+        output = kernel('decode.trtllm_batch_decode_with_kv_cache')(
+            **trtllm_arguments(batch), max_seq_len=170
+        )
+    else:
+        wrapper = make_wrapper(name)
+        plan(wrapper, batch)
+        output = wrapper.run(batch.query, batch.cache)
+    return output
+
+
+@pytest.mark.parametrize('name', ['xqa', 'fa2', 'fa3', 'trtllm'])
+def test_a_wrong_page_id_shows(name: str) -> None:
+    batch = Batch([(1, 16), (1, 40)])
+    assert run_on(name, batch).isfinite().all()
+    unused = next(page for page in range(PAGES) if page not in batch.page_ids)
+    batch.table[1, 1] = batch.page_ids[2] = unused
+    right, wrong = run_on(name, batch)
+    assert right.isfinite().all() and wrong.isnan().all()
+    for missing in (-1, PAGES):
+        batch.table[1, 1] = batch.page_ids[2] = missing
+        with pytest.raises(IndexError):
+            run_on(name, batch)
+
+
+# The package
+
+
+def test_package_is_there_only_while_installed() -> None:
+    path, capability = list(sys.path), torch.cuda.get_device_capability
+    flashinfer = importlib.import_module('flashinfer')
+    assert Path(flashinfer.__file__ or '').is_relative_to(KERNELS)
+    assert flashinfer.__version__ == importlib.metadata.version('flashinfer-python')
+    assert flashinfer.__version__ == importlib.metadata.version('FlashInfer_python')
+    assert flashinfer.__version__ == '0.6.18.post1'
+    assert importlib.metadata.version('torch')
+    assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == (9, 0)
+    assert torch.cuda.get_device_properties(0).multi_processor_count == SM_COUNT
+    flashinfer_on_cpu.uninstall()
+    assert 'flashinfer' not in sys.modules and str(KERNELS) not in sys.path
+    assert torch.cuda.get_device_capability is not capability
+    flashinfer_on_cpu.install()
+    assert sys.path == path
+
+
+def test_version_and_gpu_are_what_the_test_says() -> None:
+    flashinfer_on_cpu.install(version='0.7.4', capability=(12, 1))
+    assert importlib.import_module('flashinfer').__version__ == '0.7.4'
+    assert importlib.metadata.version('flashinfer-python') == '0.7.4'
+    assert torch.cuda.get_device_capability() == (12, 1)
+    gpu = torch.cuda.get_device_properties()
+    assert (gpu.major, gpu.minor) == (12, 1)
+
+
+def test_flashinfer_can_be_missing_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer_on_cpu.uninstall()
+    mine = type(sys)('flashinfer')
+    monkeypatch.setitem(sys.modules, 'flashinfer', mine)
+    flashinfer_on_cpu.install(version=None)
+    assert importlib.util.find_spec('flashinfer') is None
+    for name in ('flashinfer', 'flashinfer.xqa'):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version('flashinfer-python')
+    flashinfer_on_cpu.uninstall()
+    assert sys.modules['flashinfer'] is mine
+
+
+def test_top_level_has_what_the_real_one_has() -> None:
+    flashinfer = importlib.import_module('flashinfer')
+    assert flashinfer.xqa is kernel('xqa.xqa')
+    wrapper = kernel('prefill.BatchPrefillWithPagedKVCacheWrapper')
+    assert flashinfer.BatchPrefillWithPagedKVCacheWrapper is wrapper
+    assert flashinfer.decode and flashinfer.prefill
+    assert not hasattr(flashinfer, 'trtllm_batch_decode_with_kv_cache')
+
+
+def test_calls_are_kept_when_wanted_with_tables_as_they_were() -> None:
+    batch = Batch(DECODE)
+    call = xqa_arguments(batch)
+    wrapper = make_wrapper('fa2')
+    with flashinfer_on_cpu.record() as calls:
+        kernel('xqa.xqa')(**call)
+        plan(wrapper, batch)
+        batch.starts += 1
+        with pytest.raises(ValueError):
+            wrapper.run(batch.query[1:], batch.cache)
+    wrapper.run(batch.query, batch.cache)
+    of_wrapper = 'prefill.BatchPrefillWithPagedKVCacheWrapper'
+    names = ['xqa.xqa', f'{of_wrapper}.plan', f'{of_wrapper}.run']
+    assert [kept.name for kept in calls] == names
+    first, second, third = calls
+    assert first.given == call.keys()
+    assert first.arguments['kv_layout'] == 'NHD' and first.arguments['k_cache'] is call['k_cache']
+    assert torch.equal(second.arguments['qo_indptr'], batch.starts - 1)
+    assert third.arguments['self'] is wrapper and third.given == {'self', 'q', 'paged_kv_cache'}
+
+
+def test_megatron_imports_with_the_stand_in() -> None:
+    """Also where it imports parts of FlashInfer that the stand-in does not have."""
+    project = Project(Path(__file__).resolve().parents[2])
+    base = tree.make(project, project.series(), 0)
+    code = (
+        'import megatron_on_cpu, flashinfer_on_cpu as stand_in\n'
+        'megatron_on_cpu.install(); stand_in.install()\n'
+        'from megatron.core.inference.contexts import dynamic_context\n'
+        'from megatron.core.inference.quantization import mxfp8_tensor, utils\n'
+        'from megatron.core.inference.sampling import flashinfer_sampling\n'
+        'from megatron.core.transformer.moe import experts, moe_layer\n'
+        'from megatron.core.utils import is_flashinfer_min_version\n'
+        'assert dynamic_context.HAVE_FLASHINFER and moe_layer.HAVE_FLASHINFER\n'
+        'assert not (mxfp8_tensor.HAVE_FLASHINFER or experts.HAVE_FLASHINFER)\n'
+        'assert is_flashinfer_min_version(stand_in.VERSION)\n'
+    )
+    job = gates.Job('import', ('-c', code), base, (base, Path(__file__).parent))
+    (result,) = gates.run([job])
+    assert not result.problems(), result.problems()
