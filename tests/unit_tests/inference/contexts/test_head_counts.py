@@ -1,5 +1,6 @@
 # Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -83,3 +84,12 @@ def test_old_name_reads_the_kv_head_count_and_cannot_be_set(make_context):
     assert context.num_attention_heads_per_partition == context.num_kv_heads_per_partition == 2
     with pytest.raises(AttributeError):
         context.num_attention_heads_per_partition = 8
+
+
+def test_log_states_both_counts_once(make_context, monkeypatch, caplog):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with caplog.at_level(logging.INFO):
+        make_context(num_query_groups=4, tp_size=2, verbose=True)
+
+    lines = [line for line in caplog.text.splitlines() if "query heads, KV heads" in line]
+    assert [line.split(":")[-1].strip() for line in lines] == ["8, 2 in this partition"]
