@@ -22,7 +22,14 @@ from series.model import Patch, Project, Series
 
 _HEADER = '# Copyright (c) {} NVIDIA CORPORATION & AFFILIATES. All rights reserved.'
 # Folders of this repository that hold mirrors and nothing else.
-_MIRROR_FOLDERS = ('megatron/', 'tests/unit_tests/', 'docs/user-guide/', 'examples/', 'tools/')
+_MIRROR_FOLDERS = (
+    'megatron/',
+    'tests/unit_tests/',
+    'tests/functional_tests/',
+    'docs/user-guide/',
+    'examples/',
+    'tools/',
+)
 # What Megatron's formatter script passes to each tool; .pylintrc's settings as options, since the
 # source distribution does not have that file.
 _UPSTREAM_TOOLS = {

@@ -201,9 +201,12 @@ def _in_tree(project: Project, folder: Path, name: str, *args: str) -> Job:
     return Job(name, args, folder, (folder, project.root / 'tests/support'))
 
 
-def unit_tests(project: Project, folder: Path, paths: Sequence[str], name: str) -> Job:
+def unit_tests(
+    project: Project, folder: Path, paths: Sequence[str], name: str, plugins: Sequence[str] = ()
+) -> Job:
     """The job that runs test files of a tree inside it."""
-    args = ('-m', 'pytest', '-p', 'megatron_on_cpu', '-p', 'no:cacheprovider')
+    names = ('megatron_on_cpu', *plugins, 'no:cacheprovider')
+    args = ('-m', 'pytest', *(arg for plugin in names for arg in ('-p', plugin)))
     return _in_tree(project, folder, name, *args, *paths)
 
 
@@ -239,7 +242,9 @@ def at_patch(
     ]
     jobs = [imports(project, folder, modules, _label(number, patches, 'imports'))]
     if tests:
-        jobs.append(unit_tests(project, folder, tests, _label(number, patches, 'unit tests')))
+        plugins = [plugin for stage in series.stages[:number] for plugin in stage.plugins]
+        label = _label(number, patches, 'unit tests')
+        jobs.append(unit_tests(project, folder, tests, label, plugins))
     return jobs
 
 

@@ -77,6 +77,8 @@ class Stage(_Table):
     reference_patches: int = Field(default=0, ge=0)
     unit_tests: tuple[str, ...] = ()
     regression: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+    """Plugins in tests/support that the unit tests of this stage and those above are run with."""
 
 
 class Series(_Table):

@@ -1,7 +1,8 @@
-"""Runs both trees of a regression, once a session and device, each in a process of its own."""
+"""Runs both trees of a regression, once a module and device, each in a process of its own."""
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,15 +15,16 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent / 'support')]
 
 from recording import Run  # noqa: E402
 
-_MINUTES = 10
+_MINUTES = 14
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two trees; the tool's own by default."""
+    """The two trees, the tool's own by default, and what random requests are drawn with."""
     for name, role in (('--reference', 'before'), ('--candidate', 'after')):
         parser.addoption(
             name, type=Path, help=f'folder that holds megatron/ as it is {role} the stage'
         )
+    parser.addoption('--seed', type=int, help='to draw random requests again as in another run')
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,9 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line('markers', 'gpu: needs a GPU')
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def trees(request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """The trees before and after stage 1: those of the options, or made here."""
+    """The trees before and after the module's stage: those of the options, or made here."""
     given = [request.config.getoption(name) for name in ('reference', 'candidate')]
     if None not in given:
         return given[0], given[1]
@@ -42,24 +44,34 @@ def trees(request: pytest.FixtureRequest) -> tuple[Path, Path]:
     from series.model import Project
 
     project = Project(_HERE.parents[1])
-    series = project.series()
+    series, number = project.series(), request.module.STAGE
     return (
-        tree.make(project, series, 1, series.stage(1).reference_patches),
-        tree.make(project, series, 1),
+        tree.make(project, series, number, series.stage(number).reference_patches),
+        tree.make(project, series, number),
     )
 
 
-def _run(trees: tuple[Path, Path], folders: tuple[Path, Path], device: str) -> None:
-    """Run all scenarios on both trees, side by side.
+@pytest.fixture(scope='session')
+def seed(request: pytest.FixtureRequest) -> int:
+    """What random requests are drawn with."""
+    given = request.config.getoption('seed')
+    return random.randrange(10**6) if given is None else int(given)
 
-    The tree after the stage also runs the heads-first twins and the deliberate faults.
+
+def _run(
+    trees: tuple[Path, Path],
+    folders: tuple[Path, Path],
+    arguments: tuple[list[str], list[str]],
+    device: str,
+) -> None:
+    """Run scenarios on both trees, side by side, each with its arguments of the runner.
 
     Raises:
         RuntimeError: a runner failed.
     """
     runners = []
     try:
-        for tree, out, extra in zip(trees, folders, ([], ['--hnd', '--faults']), strict=True):
+        for tree, out, extra in zip(trees, folders, arguments, strict=True):
             command = [sys.executable, '-P', str(_HERE / 'runner.py'), '--device', device, *extra]
             command += ['--tree', str(tree), '--out', str(out)]
             with (out / 'log').open('w') as log:
@@ -74,11 +86,20 @@ def _run(trees: tuple[Path, Path], folders: tuple[Path, Path], device: str) -> N
             runner.wait()
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def runs_on(
-    trees: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    trees: tuple[Path, Path],
+    seed: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Run, Run]]:
-    """Gives the runs of both trees on a device, made when first asked for."""
+    """Gives the runs of both trees on a device, made when first asked for.
+
+    The module's `RUNNERS` are the runner's arguments for the tree before and for the one after.
+    """
+    before_arguments, after_arguments = (
+        [*arguments, '--seed', str(seed)] for arguments in request.module.RUNNERS
+    )
     done: dict[str, tuple[Run, Run] | Exception] = {}
 
     def runs(device: str) -> tuple[Run, Run]:
@@ -87,7 +108,7 @@ def runs_on(
                 tmp_path_factory.mktemp(f'{device}-{role}') for role in ('before', 'after')
             )
             try:
-                _run(trees, (before, after), device)
+                _run(trees, (before, after), (before_arguments, after_arguments), device)
                 done[device] = Run(before), Run(after)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 done[device] = error

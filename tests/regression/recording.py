@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,6 +28,7 @@ class Forward:
 class Recording:
     """All that has to be the same in two trees."""
 
+    prompts: list[list[int]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     log_probs: dict[int, list[float]] = field(default_factory=dict)
     forwards: list[Forward] = field(default_factory=list)
@@ -42,6 +44,26 @@ class Recording:
     """Bytes, shape, strides and dtype of the cache."""
     cache: list[dict[tuple[int, int], str]] = field(default_factory=list)
     """At each forward, by request and layer: a hash of the bits of its valid keys and values."""
+    contents: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    """If wanted, by request and layer: those keys and values, as the last forward left them."""
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Each request's prompt and the tokens generated for it."""
+        return [prompt + self.tokens[number] for number, prompt in enumerate(self.prompts)]
+
+    def rows(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Request, position and logits of each row but those after a draft that was rejected."""
+        texts = self.texts
+        for forward in self.forwards:
+            wrong_from: dict[int, int] = {}
+            for request, position, token in forward.tokens:
+                text = texts[request]
+                if position >= len(text) or text[position] != token:
+                    wrong_from[request] = min(position, wrong_from.get(request, position))
+            for row, (request, position, _) in enumerate(forward.rows):
+                if position < wrong_from.get(request, len(texts[request])):
+                    yield request, position, forward.logits[row]
 
 
 @dataclass
@@ -101,7 +123,8 @@ def differences(
 ) -> Iterator[str]:
     """A line for each field in which two recordings are not the same."""
     for name in (item.name for item in fields(Recording)):
-        if name in ignore:
+        # Of the contents there are hashes.
+        if name in ignore or name == 'contents':
             continue
         old, new = getattr(reference, name), getattr(candidate, name)
         if name == 'forwards':
@@ -135,3 +158,81 @@ def _first_difference(old: Any, new: Any) -> str:
             if repr(before) != repr(after):
                 return f'[{index}] {_first_difference(before, after)}'
     return f'{old} before, {new} after'
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """How far one kernel's numbers may be from another's."""
+
+    logits: float
+    log_probs: float
+    cache: float
+
+
+def agreement(reference: Recording, candidate: Recording) -> list[int]:
+    """Of each request the tokens, its prompt included, up to the first that differs."""
+    return [
+        next((place for place, pair in enumerate(zip(*texts)) if pair[0] != pair[1]), len(texts[0]))
+        for texts in zip(reference.texts, candidate.texts, strict=True)
+    ]
+
+
+def deviations(reference: Recording, candidate: Recording, tolerances: Tolerances) -> Iterator[str]:
+    """A line for each way in which one recording is not as near to another as it should be.
+
+    A request is compared up to the first token that differs, and the logits that this token was
+    chosen by, too. So where these agree, the two tokens were nearly equal to either engine, and
+    which of them comes first is up to rounding.
+    """
+    if reference.prompts != candidate.prompts or sorted(reference.tokens) != sorted(
+        candidate.tokens
+    ):
+        yield f'requests: {sorted(candidate.tokens)}'
+        return
+    same = agreement(reference, candidate)
+    old, new = (
+        {(request, position): logits for request, position, logits in recording.rows()}
+        for recording in (reference, candidate)
+    )
+    for request, (length, prompt) in enumerate(zip(same, reference.prompts, strict=True)):
+        for position in range(len(prompt) - 1, length - 1):
+            if (request, position) not in old or (request, position) not in new:
+                yield f'logits: there are none of request {request} at {position}'
+    shared = [key for key in old.keys() & new.keys() if key[1] < same[key[0]]]
+    contents = reference.contents, candidate.contents
+    pairs: dict[str, list[tuple[Any, Tensor, Tensor]]] = {
+        'logits': [(key, old[key], new[key]) for key in sorted(shared)],
+        'log_probs': [
+            (
+                request,
+                torch.tensor(reference.log_probs[request][: length - 1]),
+                torch.tensor(candidate.log_probs[request][: length - 1]),
+            )
+            for request, length in enumerate(same)
+        ],
+        'cache': [
+            (key, *[torch.stack(found[key])[:, : same[key[0]]] for found in contents])
+            for key in sorted(reference.contents)
+        ],
+    }
+    for what, compared in pairs.items():
+        worst = {key: largest_difference(before, after) for key, before, after in compared}
+        if wrong := {
+            key: far for key, far in worst.items() if not far <= getattr(tolerances, what)
+        }:
+            yield f'{what}: {len(wrong)} of {len(worst)} differ by more, as {list(wrong.items())[:3]}'
+    if same == [len(text) for text in reference.texts]:
+        ignore = {item.name for item in fields(Recording)} - {
+            'steps',
+            'blocks',
+            'free_blocks',
+            'block_bytes',
+        }
+        yield from differences(reference, candidate, tuple(ignore))
+
+
+def largest_difference(before: Tensor, after: Tensor) -> float:
+    """Between elements of two tensors; infinite where they differ in shape, NaN where one is NaN."""
+    if before.shape != after.shape:
+        return math.inf
+    return float((before.float() - after.float()).abs().max()) if before.numel() else 0

@@ -1,40 +1,27 @@
 """Runs scenarios on one tree, in this process, and leaves an outcome file for each.
 
-    python runner.py --tree TREE --out FOLDER [--only SCENARIO]... [--hnd] [--faults]
+    python runner.py --tree TREE --out FOLDER [--set SET]... [--only SCENARIO]...
 
 `TREE` is a folder that holds `megatron/`. Scenarios of two ranks run in two processes of their own
-beside the others. A scenario that raises is an outcome, too; this ends with status 1 only when it
-cannot run scenarios at all.
+beside the others, of which there may be several. A scenario that raises is an outcome, too; this
+ends with status 1 only when it cannot run scenarios at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / 'support')]
 
-from scenarios import FAULTS, HND, SCENARIOS, Scenario  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Task:
-    """A scenario, with or without a deliberate fault."""
-
-    scenario: Scenario
-    fault: str = ''
-
-    @property
-    def name(self) -> str:
-        """The name of its outcome."""
-        return f'{self.fault}.{self.scenario.name}' if self.fault else self.scenario.name
+from scenarios import SETS, Task, tasks  # noqa: E402
 
 
 def _arguments() -> argparse.Namespace:
@@ -43,20 +30,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument('--out', type=Path, required=True, help='where outcomes go')
     parser.add_argument('--only', action='append', help='a scenario to run; may be repeated')
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
-    parser.add_argument('--hnd', action='store_true', help='heads-first twins, too')
-    parser.add_argument('--faults', action='store_true', help='deliberate faults, too')
+    parser.add_argument('--set', action='append', choices=SETS, help='may be repeated')
+    parser.add_argument('--seed', type=int, default=0, help='of what is drawn at random')
+    parser.add_argument('--processes', type=int, default=1, help='that share the work')
     return parser.parse_args()
 
 
-def _prepare(tree: Path, device: str) -> None:
-    """Set up the process before torch and Megatron are imported."""
+def _prepare(tree: Path, device: str, needs_flashinfer: bool) -> None:
+    """Set up the process before torch and Megatron are imported, unless it was forked from one."""
+    if 'megatron' in sys.modules:
+        return
     os.environ |= {
         # One after the other, always in the same order.
         'OMP_NUM_THREADS': '1',
         'CUBLAS_WORKSPACE_CONFIG': ':4096:8',
         # Compiling takes longer than all scenarios, and is not what they are about.
         'TORCH_COMPILE_DISABLE': '1',
-        # Ranks are forked, so that CUDA must not have been started to count the GPUs.
+        # What shares the work has to start CUDA itself, so that it must not be to count the GPUs.
         'PYTORCH_NVML_BASED_CUDA_CHECK': '1',
     }
     if device == 'cpu':
@@ -65,10 +55,13 @@ def _prepare(tree: Path, device: str) -> None:
 
     import torch
 
+    import flashinfer_on_cpu
     import megatron_on_cpu
 
     if device == 'cpu':
         megatron_on_cpu.install()
+        if needs_flashinfer:
+            flashinfer_on_cpu.install()
     else:
         # Real kernels take no pages as small as these; and attention is the same on both sides.
         sys.path.insert(0, str(megatron_on_cpu.KERNELS))
@@ -82,69 +75,76 @@ def _prepare(tree: Path, device: str) -> None:
 
 
 def _tasks(arguments: argparse.Namespace) -> list[Task]:
-    scenarios = list(SCENARIOS.values())
-    if arguments.device == 'cpu':
-        scenarios = [scenario for scenario in scenarios if not scenario.gpu_only]
-    if arguments.hnd:
-        scenarios += HND.values()
-    if arguments.only:
-        scenarios = [scenario for scenario in scenarios if scenario.name in arguments.only]
-    tasks = [Task(scenario) for scenario in scenarios]
-    if arguments.faults:
-        tasks += [Task(SCENARIOS[name], fault) for fault in FAULTS for name in FAULTS[fault]]
-    return tasks
+    found = {
+        task.name: task
+        for name in arguments.set or ['all']
+        for task in tasks(name, arguments.device, arguments.seed)
+    }
+    return [
+        task
+        for task in found.values()
+        if not (arguments.device == 'cpu' and task.scenario.gpu_only)
+        and (not arguments.only or task.scenario.name in arguments.only)
+    ]
 
 
-def _run(tasks: Iterable[Task], out: Path, rank: int, ranks: int, device: str) -> None:
-    """Run tasks as one of some ranks, and leave their outcomes."""
+def _run(
+    prepared: tuple[Path, str, bool], work: list[Task], out: Path, store: str, rank: int, ranks: int
+) -> None:
+    """Run tasks as one of the ranks that meet at a store, and leave their outcomes."""
+    _prepare(*prepared)
     import torch
 
     import scenario
     import tiny_engine
 
-    where = torch.device('cuda', rank) if device == 'cuda' else torch.device('cpu')
-    if device == 'cuda':
+    is_gpu = prepared[1] == 'cuda'
+    where = torch.device('cuda', rank) if is_gpu else torch.device('cpu')
+    if is_gpu:
         torch.cuda.set_device(where)
-    tiny_engine.join_ranks(rank, ranks, out / f'store-{ranks}')
+    tiny_engine.join_ranks(rank, ranks, out / store)
     scenario.prepare(where)
-    for task in tasks:
+    for task in work:
         start = time.monotonic()
         outcome = scenario.run(task.scenario, where, task.fault)
         outcome.seconds = time.monotonic() - start
         outcome.save(out / f'{task.name}.rank{rank}.pt')
-
-
-def _fork(tasks: Iterable[Task], out: Path, rank: int, ranks: int, device: str) -> int:
-    """Run tasks in a new process, which has what is imported here; its id."""
-    process = os.fork()
-    if process:
-        return process
-    status = 1
-    try:
-        _run(tasks, out, rank, ranks, device)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(status)
+        if is_gpu:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                # All that follows would be an error of this one's making. It gets no outcome.
+                traceback.print_exc()
+                return
 
 
 def main() -> int:
     """Run what the command line says; the exit status."""
     arguments = _arguments()
-    out, device = arguments.out, arguments.device
+    out, device, parts = arguments.out, arguments.device, arguments.processes
     out.mkdir(parents=True, exist_ok=True)
-    _prepare(arguments.tree, device)
+    work = _tasks(arguments)
+    flashinfer = any('inference_attention_backend' in task.scenario.inference for task in work)
+    prepared = (arguments.tree, device, flashinfer)
+    _prepare(*prepared)
     import torch
 
-    import scenario  # noqa: F401  # so that it and all of Megatron are there when ranks are forked
+    import scenario  # noqa: F401  # so that it and all of Megatron are there for what is forked
 
     can_pair = device == 'cpu' or torch.cuda.device_count() > 1
-    tasks = _tasks(arguments)
-    paired = [task for task in tasks if task.scenario.ranks == 2 and can_pair]
-    alone = [task for task in tasks if task not in paired]
-    others = [_fork(paired, out, rank, 2, device) for rank in range(2) if paired]
-    _run(alone, out, 0, 1, device)
-    return max([os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in others], default=0)
+    paired = [task for task in work if task.scenario.ranks == 2 and can_pair]
+    alone = [task for task in work if task not in paired]
+    jobs = [(paired, out, 'pair', rank, 2) for rank in range(2) if paired]
+    jobs += [(alone[part::parts], out, f'alone-{part}', 0, 1) for part in range(1, parts)]
+    # FlashInfer starts CUDA when it is imported, which no fork survives.
+    context: Any = multiprocessing.get_context('fork' if device == 'cpu' else 'spawn')
+    others = [context.Process(target=_run, args=(prepared, *job)) for job in jobs]
+    for other in others:
+        other.start()
+    _run(prepared, alone[::parts], out, 'alone-0', 0, 1)
+    for other in others:
+        other.join()
+    return int(any(other.exitcode for other in others))
 
 
 if __name__ == '__main__':

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -17,11 +20,12 @@ import megatron_on_cpu
 import reference_attention
 import tiny_engine
 import without_gpu_packages
-from faults import FAULTS
+from faults import FAULTS, Fault
 from megatron.core.inference import config as inference_config
 from megatron.core.inference import unified_memory
 from megatron.core.inference.contexts import dynamic_context
 from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -65,6 +69,11 @@ def _missing(scenario: Scenario, device: torch.device) -> str:
     if 'kv_cache_layout' in scenario.inference:
         if not hasattr(inference_config.InferenceConfig, 'kv_cache_layout'):
             return 'a later patch of the stage lets the layout be chosen'
+    if 'inference_attention_backend' in scenario.inference:
+        if not hasattr(dynamic_context.DynamicInferenceContext, 'flashinfer_attention'):
+            return 'a later patch of the stage lets FlashInfer compute attention'
+        if importlib.util.find_spec('flashinfer') is None:
+            return 'FlashInfer is not installed'
     if scenario.inference.get('unified_memory_level'):
         try:
             unified_memory.create_unified_mempool()
@@ -84,7 +93,37 @@ def _build_model(scenario: Scenario, device: torch.device, **changes: Any) -> Mo
     return tiny_engine.build_model(device, dtype, **options)
 
 
+@dataclass(frozen=True)
+class _Request:
+    prompt: list[int]
+    new_tokens: int
+    step: int
+    """After which it arrives."""
+
+
+def _random_requests(scenario: Scenario) -> list[_Request]:
+    random = Random(scenario.seed)
+
+    def tokens(length: int) -> list[int]:
+        return random.choices(range(tiny_engine.VOCABULARY - 1), k=length)
+
+    beginnings = [tokens(length) for length in (80, 48, 33)]
+    requests, step = [], 0
+    for _ in range(scenario.requests):
+        shared = random.choice(beginnings)[: random.choice((0, 16, 48, 80))]
+        prompt = shared + tokens(random.choice((1, random.randint(2, 20), random.randint(2, 90))))
+        requests.append(_Request(prompt, random.randint(2, scenario.new_tokens), step))
+        step += random.choice((0, 0, 1, random.randint(2, 12)))
+    return requests
+
+
+def _max_steps(scenario: Scenario) -> int:
+    return 1000 + 20 * scenario.requests
+
+
 def _prompts(scenario: Scenario) -> list[list[int]]:
+    if scenario.requests:
+        return [request.prompt for request in _random_requests(scenario)]
     return tiny_engine.make_prompts(scenario.lengths, scenario.shared)
 
 
@@ -107,9 +146,22 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
 
         def after_forward(module: Any, inputs: Any, output: Tensor) -> None:
             del module, inputs
-            counters['graph_steps'] += context.using_cuda_graph_this_step()
+            by_graph = context.using_cuda_graph_this_step()
+            counters['graph_steps'] += by_graph
+            counters['graph_prefills'] += by_graph and not context.is_decode_only()
+            counters['not_finite'] += not output.isfinite().all()  # padding included
             recording.forwards.append(_forward(context, output))
-            recording.cache.append(_valid_cache(context, model))
+            contents = recording.contents if scenario.keeps_cache else None
+            recording.cache.append(_valid_cache(context, model, contents))
+
+        waiting = _random_requests(scenario) if scenario.requests else []
+
+        def arrive(step: int) -> None:
+            while waiting and (waiting[0].step <= step or not engine.has_unfinished_requests()):
+                request = waiting.pop(0)
+                number = scenario.requests - len(waiting) - 1
+                own = {**sampling, 'num_tokens_to_generate': request.new_tokens}
+                engine.add_request(number, request.prompt, SamplingParams(**own))
 
         def after_step(step: int) -> None:
             counters['paused'] += int(context.paused_request_count > 0)
@@ -121,15 +173,19 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
                 counters['suspensions'] += 1
                 if options.get('kv_cache_management_mode') == 'recompute':
                     _poison(context)
+            arrive(step)
 
         stack.callback(model.module.register_forward_hook(after_forward).remove)
+        arrive(0)
         finished = tiny_engine.run_engine(
             engine,
-            _prompts(scenario),
+            [] if scenario.requests else _prompts(scenario),
             sampling,
             steps_between=scenario.steps_between,
             after_step=after_step,
+            max_steps=_max_steps(scenario),
         )
+    recording.prompts = _prompts(scenario)
     recording.tokens, recording.log_probs = finished.tokens, finished.log_probs
     recording.steps = finished.steps
     recording.counters = {**counters, **_counters(engine)}
@@ -141,15 +197,24 @@ def _replace(
     stack: ExitStack, scenario: Scenario, model: Model, device: torch.device, fault: str
 ) -> None:
     """Put in place what a scenario replaces, until `stack` is closed."""
-    if scenario.right_drafts is not None:
-        stack.enter_context(_drafts(scenario, model, scenario.right_drafts))
-    if fault:
-        stack.enter_context(FAULTS[fault](model))
-    if scenario.interpreted_append and device.type == 'cpu':
-        stack.enter_context(without_gpu_packages.append_by_interpreted_triton())
     if 'cuda_graph_impl' in scenario.model:
         without_sync = reference_attention.attend_paged_without_sync
         stack.enter_context(mock.patch.object(reference_attention, 'attend_paged', without_sync))
+    if scenario.right_drafts is not None:
+        stack.enter_context(_drafts(scenario, device, scenario.right_drafts))
+    if fault:
+        stack.enter_context(_fault(fault)(model))
+    if scenario.interpreted_append and device.type == 'cpu':
+        stack.enter_context(without_gpu_packages.append_by_interpreted_triton())
+
+
+def _fault(name: str) -> Fault:
+    if name in FAULTS:
+        return FAULTS[name]
+    # What it replaces is not in every tree.
+    import flashinfer_faults
+
+    return flashinfer_faults.FAULTS[name]
 
 
 def _counters(engine: DynamicInferenceEngine) -> dict[str, int]:
@@ -207,20 +272,28 @@ def _forward(context: Any, output: Tensor) -> Forward:
     return Forward(rows, tokens, output[0, : len(rows)].detach().cpu().clone())
 
 
-def _valid_cache(context: Any, model: Model) -> dict[tuple[int, int], str]:
-    """Hashes of what a forward pass found or put in the cache, by request and layer."""
+def _valid_cache(
+    context: Any, model: Model, contents: dict[tuple[int, int], list[Tensor]] | None
+) -> dict[tuple[int, int], str]:
+    """Hashes of what a forward pass found or put in the cache, by request and layer.
+
+    What is hashed is put into `contents`.
+    """
     hashes = {}
     requests = context.request_ids[context.paused_request_count : context.total_request_count]
     lengths = context.cu_kv_lengths()[1].tolist()
     for layer in model.attention_layers:
         *caches, table = context.key_value_cache(layer)
         for index, request in enumerate(requests.tolist()):
-            digest, is_nan = hashlib.sha256(), False
+            digest, is_nan, found = hashlib.sha256(), False, []
             for cache in caches:
                 if cache is not None:
                     valid = gather_paged(cache, table[index], lengths[index]).contiguous().cpu()
                     digest.update(valid.view(torch.uint8).numpy().tobytes())
                     is_nan |= bool(valid.isnan().any())
+                    found.append(valid)
+            if contents is not None:
+                contents[request, layer] = found
             hashes[request, layer] = (
                 f'{lengths[index]} tokens {digest.hexdigest()}{", not numbers" * is_nan}'
             )
@@ -230,15 +303,18 @@ def _valid_cache(context: Any, model: Model) -> dict[tuple[int, int], str]:
 _texts: dict[str, list[list[int]]] = {}
 
 
-def _continued(scenario: Scenario, model: Model) -> list[list[int]]:
-    """The prompts with what the model generates for them, by an engine that does not speculate."""
-    key = repr((model.config, scenario.lengths, scenario.shared))
+def _continued(scenario: Scenario, device: torch.device) -> list[list[int]]:
+    """The prompts with what the model generates for them, by a plain engine."""
+    eager = _eager(scenario)
+    key = repr((eager.model, _prompts(scenario)))
     if key not in _texts:
+        model = _build_model(eager, device)
         spare = scenario.new_tokens + model.config.mtp_num_layers
         finished = tiny_engine.run_engine(
             tiny_engine.build_engine(model, block_size_tokens=64),
             _prompts(scenario),
             {'num_tokens_to_generate': spare, 'termination_id': -1, 'top_k': 1},
+            max_steps=_max_steps(scenario),
         )
         _texts[key] = [
             prompt + finished.tokens[request] for request, prompt in enumerate(_prompts(scenario))
@@ -247,13 +323,13 @@ def _continued(scenario: Scenario, model: Model) -> list[list[int]]:
 
 
 def _drafts(
-    scenario: Scenario, model: Model, right: float
+    scenario: Scenario, device: torch.device, right: float
 ) -> AbstractContextManager[Callable[..., None]]:
     """Context in which drafts are what the model will say, with probability `right` each.
 
     Those of a random model hardly ever are, so that none would be accepted.
     """
-    texts = _continued(scenario, model)
+    texts = _continued(scenario, device)
     random = torch.Generator().manual_seed(5)
     draft = TextGenerationController._compute_serial_mtp_and_sample
 
@@ -274,11 +350,17 @@ def _drafts(
     return mock.patch.object(TextGenerationController, '_compute_serial_mtp_and_sample', drafted)
 
 
+def _eager(scenario: Scenario) -> Scenario:
+    """The same without CUDA graphs."""
+    model = {name: value for name, value in scenario.model.items() if 'cuda_graph' not in name}
+    return replace(scenario, model=model)
+
+
 def _dense_model(scenario: Scenario, model: Model, device: torch.device) -> Model:
-    """The same model for forwards without a cache: MLA then must not cache latents."""
-    if not scenario.model.get('multi_latent_attention'):
-        return model
-    return _build_model(scenario, device, cache_mla_latents=False)
+    """The same model for forwards without a cache: none that captures, or caches MLA's latents."""
+    if scenario.model.get('multi_latent_attention'):
+        return _build_model(scenario, device, cache_mla_latents=False)
+    return _build_model(_eager(scenario), device) if 'cuda_graph_impl' in scenario.model else model
 
 
 def _compare_with_dense(
@@ -293,27 +375,15 @@ def _compare_with_dense(
         logit fell short of the largest one; the largest difference of log-probs.
     """
     dense = _dense_model(scenario, model, device)
-    texts = {
-        request: prompt + recording.tokens[request]
-        for request, prompt in enumerate(_prompts(scenario))
-    }
-    logits = {
-        request: tiny_engine.dense_logits(dense, text).cpu() for request, text in texts.items()
-    }
+    texts = recording.texts
+    logits = [tiny_engine.dense_logits(dense, text).cpu() for text in texts]
     result: dict[str, float] = {'rows': 0, 'logits': 0, 'tokens': 0, 'log_probs': 0}
-    for forward in recording.forwards:
-        wrong_from: dict[int, int] = {}
-        for request, position, token in forward.tokens:
-            text = texts[request]
-            if position >= len(text) or text[position] != token:
-                wrong_from[request] = min(position, wrong_from.get(request, position))
-        for row, (request, position, _) in enumerate(forward.rows):
-            if position < wrong_from.get(request, len(texts[request])):
-                difference = (forward.logits[row].float() - logits[request][position]).abs().max()
-                # `max` would lose a NaN.
-                result['logits'] = float(torch.tensor([result['logits'], difference]).max())
-                result['rows'] += 1
-    for request, text in texts.items():
+    for request, position, row in recording.rows():
+        difference = (row.float() - logits[request][position]).abs().max()
+        # `max` would lose a NaN.
+        result['logits'] = float(torch.tensor([result['logits'], difference]).max())
+        result['rows'] += 1
+    for request, text in enumerate(texts):
         first = len(text) - len(recording.tokens[request])
         if scenario.sampling.get('top_k') == 1:
             said = logits[request][first - 1 : -1]

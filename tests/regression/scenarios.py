@@ -1,17 +1,18 @@
-"""The matrix of stage 1's regression: which models run in which modes of the engine.
+"""The matrix of the stages' regressions: which models run in which modes of the engine.
 
 Plain data, so that pytest can list it without importing torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 LENGTHS = (5, 16, 17, 40, 100, 3)
 MIB = 1 / 1024
+ONLY_GPUS_CAPTURE = 'only a GPU captures and replays CUDA graphs'
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,62 @@ class Scenario:
     """Append through the tree's Triton kernel, interpreted on a CPU."""
     gpu_only: str = ''
     """Why a CPU cannot run it."""
+    keeps_cache: bool = False
+    """Record what is in the cache beside hashes of it."""
+    requests: int = 0
+    """So many requests, drawn with `seed`: their prompts, which may begin alike, when each arrives,
+    and up to `new_tokens` new ones. In place of `lengths` and `shared`."""
+    seed: int = 0
+
+    def varied(self, suffix: str, **inference: Any) -> Scenario:
+        """The same with other fields of `InferenceConfig`."""
+        inference = {**self.inference, **inference}
+        return replace(self, name=f'{self.name}-{suffix}', inference=inference)
 
     @property
     def hnd_twin(self) -> Scenario:
         """The same with the heads-first layout, which only the candidate has."""
-        inference = {**self.inference, 'kv_cache_layout': 'HND'}
-        return replace(self, name=f'{self.name}-hnd', inference=inference)
+        return self.varied('hnd', kv_cache_layout='HND')
+
+    @property
+    def wide(self) -> Scenario:
+        """The same with a head dim and a dtype that FlashInfer has kernels for.
+
+        Buffers hold as many blocks as before: four times the elements of half the size.
+        """
+        buffers = {
+            name: 2 * size
+            for name, size in self.inference.items()
+            if name.endswith('buffer_size_gb')
+        }
+        return replace(
+            self.varied('wide', **buffers),
+            model={**self.model, 'kv_channels': 64, 'dtype': 'bfloat16'},
+            keeps_cache=True,
+        )
+
+    def graphed(self, scope: str, *expects: str) -> Scenario:
+        """The same with CUDA graphs, which change no result."""
+        graphs = {'cuda_graph_impl': 'local', 'inference_cuda_graph_scope': scope}
+        return replace(
+            self.varied(f'graphs-{scope}', num_cuda_graphs=4),
+            model={**self.model, **graphs},
+            expects=(*self.expects, 'graph_steps', *expects),
+            gpu_only=ONLY_GPUS_CAPTURE,
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """A scenario to run, with or without a deliberate fault."""
+
+    scenario: Scenario
+    fault: str = ''
+
+    @property
+    def name(self) -> str:
+        """The name of its outcome."""
+        return f'{self.fault}.{self.scenario.name}' if self.fault else self.scenario.name
 
 
 def _matrix() -> list[Scenario]:
@@ -216,11 +267,7 @@ def _matrix() -> list[Scenario]:
         Scenario('tp2-mqa-bf16', {'num_query_groups': 1, **bf16}, ranks=2),
         Scenario('tp2-mla-latents', mla, mla_blocks, ranks=2),
     ]
-    graphs: Any = {
-        'new_tokens': 20,
-        'expects': ('graph_steps',),
-        'gpu_only': 'only a GPU captures and replays CUDA graphs',
-    }
+    graphs: Any = {'new_tokens': 20, 'expects': ('graph_steps',), 'gpu_only': ONLY_GPUS_CAPTURE}
     captured = {'cuda_graph_impl': 'local'}
     scenarios += [
         Scenario('graphs', {**gqa, **captured}, {'num_cuda_graphs': 4}, **graphs),
@@ -282,3 +329,247 @@ FAULTS = {
     'wrong_kv_heads': ('mqa-blocks-64',),
     'wrong_block_bytes': ('mha-blocks-256', 'tight'),
 }
+
+# Of each way in which the engine prepares, appends and attends, one or two: stage 2 shares all of
+# it with FlashInfer by a few hunks, and stage 1's regression has held the whole matrix already.
+SAMPLE = {
+    name: SCENARIOS[name]
+    for name in (
+        'gqa-blocks-16',
+        'mla-latents-chunked',
+        'bf16',
+        'log-probs',
+        'chunked-prefill-arrivals',
+        'prefixes-lru-chunked',
+        'speculation-async',
+        'speculation-tight',
+        'tight-prefixes',
+        'suspend-recompute',
+        'window-sinks-chunked',
+        'hybrid',
+        'tp2-gqa',
+        'graphs',
+    )
+}
+
+Twins = dict[str, tuple[Scenario, Scenario]]
+
+
+def _flashinfer(base: Scenario, kernel: str = 'auto', layout: str = 'NHD') -> Scenario:
+    suffix = {('auto', 'NHD'): 'flashinfer', ('fa2', 'NHD'): 'fa2', ('fa2', 'HND'): 'fa2-hnd'}
+    return base.varied(
+        suffix[kernel, layout],
+        inference_attention_backend='flashinfer',
+        flashinfer_kernel=kernel,
+        kv_cache_layout=layout,
+    )
+
+
+def _twins() -> Iterator[tuple[Scenario, Scenario]]:
+    """Scenarios by FlashAttention, each with one by FlashInfer that must come out the same."""
+    for name in (
+        'mha-blocks-16',
+        'gqa-blocks-16',
+        'gqa-blocks-64',
+        'mqa-blocks-256',
+        'four-layers-eight-heads',
+        'last-logits-only',
+        'arrivals',
+        'log-probs',
+        'chunked-prefill',
+        'chunked-prefill-arrivals',
+        'prefixes-lru',
+        'prefixes-ref_zero-chunked',
+        'speculation-blocks-16',
+        'speculation-blocks-64',
+        'speculation-chunked',
+        'speculation-async',
+        'speculation-tight',
+        'speculation-own-drafts',
+        'async',
+        'tight',
+        'tight-prefixes',
+        'suspend-persist',
+        'suspend-offload',
+        'suspend-recompute',
+        'window',
+        'window-every-second-layer',
+        'window-sinks-chunked',
+        'sink-off-by-one',
+        'sink-learnable',
+        'hybrid',
+        'hybrid-chunked-blocks-64',
+        'tp2-gqa',
+        'tp2-mqa',
+        'unified-memory',
+        'static-pointers',
+    ):
+        base = SCENARIOS[name].wide
+        yield base, _flashinfer(base)
+    for name in ('mqa-blocks-256', 'async', 'speculation-async', 'window-sinks-chunked', 'tp2-gqa'):
+        base = SCENARIOS[name].wide
+        yield base, _flashinfer(base, 'fa2')
+    for name in (
+        'gqa-blocks-16',
+        'chunked-prefill-arrivals',
+        'prefixes-lru',
+        'speculation-tight',
+        'suspend-recompute',
+        'window-sinks-chunked',
+        'hybrid',
+    ):
+        base = SCENARIOS[name].wide
+        yield base, _flashinfer(base, 'fa2', 'HND')
+    for name, kernel, scope in (
+        ('gqa-blocks-64', 'auto', 'layer'),
+        ('gqa-blocks-64', 'auto', 'block'),
+        ('mqa-blocks-256', 'fa2', 'block'),
+        ('arrivals', 'auto', 'block'),
+        ('arrivals', 'fa2', 'layer'),
+        ('chunked-prefill-arrivals', 'auto', 'layer'),
+        ('prefixes-lru', 'auto', 'block'),
+        ('speculation-blocks-16', 'auto', 'block'),
+        ('speculation-async', 'auto', 'layer'),
+        ('speculation-tight', 'fa2', 'block'),
+        ('window-sinks-chunked', 'auto', 'block'),
+        ('window-sinks-chunked', 'fa2', 'layer'),
+        ('suspend-recompute', 'auto', 'block'),
+        ('hybrid', 'auto', 'layer'),
+        ('tp2-gqa', 'auto', 'block'),
+    ):
+        base = SCENARIOS[name].wide
+        mixed = ('graph_prefills',) if 'arrivals' in name or 'chunks' in base.expects else ()
+        yield base, _flashinfer(base, kernel).graphed(scope, *mixed)
+
+
+TWINS: Twins = {twin.name: (base, twin) for base, twin in _twins()}
+
+# Twins that must come out the same to the bit if all that a step's plan consists of is destroyed
+# before the next step is planned.
+REPLANNED = (
+    'arrivals-wide-flashinfer',
+    'speculation-chunked-wide-flashinfer',
+    'tight-wide-flashinfer',
+    'window-sinks-chunked-wide-fa2',
+    'speculation-async-wide-fa2',
+    'gqa-blocks-64-wide-flashinfer-graphs-block',
+    'arrivals-wide-flashinfer-graphs-block',
+    'arrivals-wide-fa2-graphs-layer',
+    'speculation-async-wide-flashinfer-graphs-layer',
+    'window-sinks-chunked-wide-flashinfer-graphs-block',
+)
+
+# Each deliberate fault of the FlashInfer backend, and the twins that must catch it.
+FLASHINFER_FAULTS = {
+    'plan_destroyed': ('gqa-blocks-16-wide-flashinfer', 'mqa-blocks-256-wide-fa2'),
+    'previous_tables': ('gqa-blocks-64-wide-flashinfer', 'speculation-async-wide-flashinfer'),
+    'previous_fa2_plan': ('mqa-blocks-256-wide-fa2', 'speculation-tight-wide-fa2-hnd'),
+    'window_of_another_layer': (
+        'window-every-second-layer-wide-flashinfer',
+        'window-sinks-chunked-wide-fa2',
+    ),
+    'pages_shifted': ('gqa-blocks-16-wide-flashinfer', 'mqa-blocks-256-wide-flashinfer'),
+    'fa2_pages_shifted': ('gqa-blocks-16-wide-fa2-hnd',),
+    'decode_length_off_by_one': ('gqa-blocks-64-wide-flashinfer', 'hybrid-wide-flashinfer'),
+    'prefill_length_off_by_one': ('chunked-prefill-wide-flashinfer',),
+    'sinks_dropped': ('sink-off-by-one-wide-flashinfer', 'sink-learnable-wide-flashinfer'),
+    'sinks_twice': ('window-sinks-chunked-wide-flashinfer',),
+    'decode_slots_off_by_one': ('gqa-blocks-16-wide-flashinfer', 'arrivals-wide-flashinfer'),
+    'prefill_taken_for_decode': ('arrivals-wide-flashinfer',),
+    'padding_without_keys': ('gqa-blocks-16-wide-flashinfer',),
+    'padding_left_out': ('chunked-prefill-arrivals-wide-flashinfer',),
+    'scale_ignored': ('gqa-blocks-16-wide-flashinfer', 'async-wide-fa2'),
+}
+
+
+def traces(device: str, seed: int) -> Twins:
+    """Twins of random requests: 40 for a CPU; a thousand, with CUDA graphs, for a GPU."""
+    on_gpu = device == 'cuda'
+    crowded = {
+        'enable_chunked_prefill': True,
+        'max_tokens': 32,
+        'enable_prefix_caching': True,
+        'prefix_caching_eviction_policy': 'ref_zero',
+        'buffer_size_gb': 0.17 * MIB,
+        'paused_buffer_size_gb': 0.04 * MIB,
+    }
+    # Where memory runs out, upstream's allocator may fail to evict cached blocks from under chunks,
+    # and with drafts and chunks keys may be read that were never written; by flash, too.
+    roomy = {**crowded, 'prefix_caching_eviction_policy': 'lru', 'buffer_size_gb': 32 * MIB}
+    random = Scenario(
+        'random',
+        {'num_query_groups': 2},
+        crowded,
+        new_tokens=32,
+        requests=350 if on_gpu else 14,
+        seed=seed,
+    )
+    windows = {'window_size': (8, 0), 'window_attn_skip_freq': 2, 'softmax_type': 'learnable'}
+    speculation = SCENARIOS['speculation-chunked']
+    result = {}
+    for kernel, base in (
+        (
+            'auto',
+            replace(
+                random,
+                name='random-windows-sinks',
+                model={**random.model, **windows},
+                suspend_every=9,
+            ),
+        ),
+        (
+            'auto',
+            replace(
+                random,
+                name='random-speculation',
+                model=speculation.model,
+                inference={**roomy, **speculation.inference},
+                right_drafts=speculation.right_drafts,
+            ),
+        ),
+        (
+            'fa2',
+            replace(
+                random,
+                name='random-async',
+                inference={**roomy, 'async_sched_mode': 'async'},
+                requests=300 if on_gpu else 12,
+            ),
+        ),
+    ):
+        base = replace(base.wide, keeps_cache=False)
+        twin = _flashinfer(base, kernel)
+        if on_gpu:
+            twin = replace(twin.graphed('block'), name=twin.name)
+        result[base.name] = base, twin
+    return result
+
+
+# What happens among random requests, in one trace or another.
+RANDOM_EVENTS = (
+    'chunks',
+    'prefix_hits',
+    'paused',
+    'evicted',
+    'suspensions',
+    'overlaps',
+    'drafts_accepted',
+    'drafts_rejected',
+)
+
+
+def tasks(name: str, device: str, seed: int) -> list[Task]:
+    """The runs that a set of this name consists of, each once."""
+    if name == 'faults':
+        return [Task(SCENARIOS[other], fault) for fault in FAULTS for other in FAULTS[fault]]
+    if name == 'flashinfer-faults':
+        faulty = [(fault, FLASHINFER_FAULTS[fault]) for fault in FLASHINFER_FAULTS]
+        faulty.append(('replanned', REPLANNED))
+        return [Task(TWINS[twin][1], fault) for fault, names in faulty for twin in names]
+    if name in ('twins', 'traces'):
+        twins = TWINS if name == 'twins' else traces(device, seed)
+        return list({one.name: Task(one) for pair in twins.values() for one in pair}.values())
+    return [Task(one) for one in {'all': SCENARIOS, 'hnd': HND, 'sample': SAMPLE}[name].values()]
+
+
+SETS = ('all', 'hnd', 'faults', 'sample', 'twins', 'flashinfer-faults', 'traces')

@@ -15,6 +15,9 @@ from scenarios import FAULTS, HND, SCENARIOS, Scenario
 
 Runs = tuple[Run, Run]
 
+STAGE = 1
+RUNNERS = ['--set', 'all'], ['--set', 'all', '--set', 'hnd', '--set', 'faults']
+
 # Largest differences from forwards without a cache, whose matrix products have other shapes. Logits
 # are of the order of ten; a wrong key or value moves them by as much.
 TOLERANCES = {'float32': 2e-3, 'bfloat16': 0.8}
@@ -34,7 +37,7 @@ def on_devices(
     return pytest.mark.parametrize(('runs', 'scenario', *names), params, indirect=['runs'])
 
 
-def _recordings(outcomes: list[Outcome]) -> list[Recording]:
+def recordings(outcomes: list[Outcome]) -> list[Recording]:
     for outcome in outcomes:
         if outcome.skipped:
             pytest.skip(outcome.skipped)
@@ -42,7 +45,7 @@ def _recordings(outcomes: list[Outcome]) -> list[Recording]:
     return [outcome.recording for outcome in outcomes if outcome.recording]
 
 
-def _all_differences(
+def all_differences(
     before: list[Recording], after: list[Recording], ignore: tuple[str, ...] = ()
 ) -> list[str]:
     assert len(before) == len(after)
@@ -55,13 +58,13 @@ def _all_differences(
 
 @on_devices((scenario,) for scenario in SCENARIOS.values())
 def test_before_and_after_are_the_same(runs: Runs, scenario: Scenario) -> None:
-    before, after = (_recordings(run(scenario.name)) for run in runs)
-    assert _all_differences(before, after) == []
+    before, after = (recordings(run(scenario.name)) for run in runs)
+    assert all_differences(before, after) == []
 
 
 @on_devices((scenario,) for scenario in SCENARIOS.values())
 def test_the_reference_does_what_the_scenario_is_for(runs: Runs, scenario: Scenario) -> None:
-    for recording in _recordings(runs[0](scenario.name)):
+    for recording in recordings(runs[0](scenario.name)):
         missing = [what for what in scenario.expects if not recording.counters.get(what)]
         assert missing == [], recording.counters
         assert sorted(recording.tokens) == list(range(len(scenario.lengths)))
@@ -73,7 +76,7 @@ def test_the_reference_does_what_the_scenario_is_for(runs: Runs, scenario: Scena
 @on_devices((scenario,) for scenario in SCENARIOS.values())
 def test_the_reference_agrees_with_forwards_without_a_cache(runs: Runs, scenario: Scenario) -> None:
     outcomes = runs[0](scenario.name)
-    _recordings(outcomes)
+    recordings(outcomes)
     tolerance = TOLERANCES[scenario.model.get('dtype', 'float32')]
     for outcome in outcomes:
         rows, *worst = (outcome.dense[what] for what in ('rows', 'logits', 'tokens', 'log_probs'))
@@ -83,9 +86,9 @@ def test_the_reference_agrees_with_forwards_without_a_cache(runs: Runs, scenario
 
 @on_devices((SCENARIOS[name],) for name in HND)
 def test_heads_first_gives_the_same_as_tokens_first(runs: Runs, scenario: Scenario) -> None:
-    tokens_first = _recordings(runs[1](scenario.name))
-    heads_first = _recordings(runs[1](HND[scenario.name].name))
-    assert _all_differences(tokens_first, heads_first, ignore=('storage',)) == []
+    tokens_first = recordings(runs[1](scenario.name))
+    heads_first = recordings(runs[1](HND[scenario.name].name))
+    assert all_differences(tokens_first, heads_first, ignore=('storage',)) == []
     for nhd, hnd in zip(tokens_first, heads_first, strict=True):
         assert hnd.storage['bytes'] == nhd.storage['bytes']
         *outer, tokens, heads, dim = nhd.storage['shape']
@@ -98,6 +101,6 @@ def test_heads_first_gives_the_same_as_tokens_first(runs: Runs, scenario: Scenar
 def test_a_deliberate_fault_is_caught(runs: Runs, scenario: Scenario, fault: str) -> None:
     before, after = runs
     faulty = after(f'{fault}.{scenario.name}')
-    assert all(outcome.error for outcome in faulty) or _all_differences(
-        _recordings(before(scenario.name)), _recordings(faulty)
+    assert all(outcome.error for outcome in faulty) or all_differences(
+        recordings(before(scenario.name)), recordings(faulty)
     )

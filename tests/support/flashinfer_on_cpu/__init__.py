@@ -11,6 +11,8 @@ there, semaphores that are not zero. What it cannot show is time, order between 
 kernel exists for a head dim, and CUDA graphs.
 
 Install it before Megatron is imported, since some modules look once at whether FlashInfer is there.
+As a pytest plugin (`-p flashinfer_on_cpu`) it is installed before any conftest is imported, unless
+there is a GPU.
 """
 
 from __future__ import annotations
@@ -115,3 +117,9 @@ def install(version: str | None = VERSION, capability: tuple[int, int] = (9, 0))
 def uninstall() -> None:
     """Undo `install`; modules imported meanwhile keep what they took."""
     _installed.close()
+
+
+def pytest_load_initial_conftests() -> None:
+    """Install before conftests, which may import Megatron."""
+    if not torch.cuda.is_available():
+        install()

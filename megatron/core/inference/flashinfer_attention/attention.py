@@ -1,0 +1,235 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+"""The attention of dynamic inference, computed by FlashInfer."""
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
+
+import torch
+from torch import Tensor
+
+from megatron.core.inference.config import FlashInferKernel, InferenceConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.utils import log_single_rank
+
+from .kernels import KERNELS, MIB, Bookkeeping, Call, Kernel, Layer, Setup
+from .selection import AttentionProblem, require_flashinfer, select
+from .step import StepShape
+
+if TYPE_CHECKING:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+logger = logging.getLogger(__name__)
+
+
+class FlashInferAttention:
+    """Attention of one dynamic inference context.
+
+    A decode kernel computes the requests that generate and a prefill kernel the others, both into
+    the same output. Constructing this refuses what cannot be computed, `allocate` builds the
+    kernels, `plan_step` and `derive_step` prepare a step for all layers, and `run` computes one.
+
+    Args:
+        context (DynamicInferenceContext): The context, before its tensors are allocated.
+        model_config (TransformerConfig): The model's configuration.
+        inference_config (InferenceConfig): The engine's configuration.
+
+    Raises:
+        ImportError: If FlashInfer is not installed or too old.
+        ValueError: If FlashInfer, or this GPU with it, cannot compute the model's attention.
+    """
+
+    def __init__(
+        self,
+        context: "DynamicInferenceContext",
+        model_config: TransformerConfig,
+        inference_config: InferenceConfig,
+    ) -> None:
+        self._refuse_features(model_config)
+        self._version = require_flashinfer()
+        if torch.cuda.device_count() == 0:
+            raise ValueError("FlashInfer attention needs a CUDA device, and there is none.")
+        self._problem = AttentionProblem(
+            compute_capability=torch.cuda.get_device_capability(),
+            dtype=model_config.params_dtype,
+            num_query_heads=context.num_query_heads_per_partition,
+            num_kv_heads=context.num_kv_heads_per_partition,
+            head_dim=context.hidden_size_per_attention_head,
+            block_size_tokens=context.block_size_tokens,
+            layout=inference_config.kv_cache_layout,
+        )
+        self._selection = select(self._problem, inference_config.flashinfer_kernel)
+        self._tokens_per_decode = context.num_speculative_tokens + 1
+        # An eager step is padded to a multiple beyond the limit.
+        self._max_tokens = context.round_up_tokens(context.max_tokens)
+        self._layers = {
+            number: self._layer(model_config, number)
+            for number in range(1, model_config.num_layers + 1)
+        }
+        self._kernels: Dict[FlashInferKernel, Any] = {}
+        self._shape: Optional[StepShape] = None
+
+    @staticmethod
+    def _refuse_features(model_config: TransformerConfig) -> None:
+        instead = "set inference_attention_backend to flash"
+        if isinstance(model_config, MLATransformerConfig):
+            raise ValueError(f"FlashInfer attention does not do multi-latent attention: {instead}.")
+        variant = model_config.experimental_attention_variant
+        if variant is not None:
+            raise ValueError(f"FlashInfer attention does not do {variant}: {instead}.")
+        if model_config.batch_invariant_mode:
+            raise ValueError(
+                "FlashInfer attention is not batch-invariant: that mode ties training and "
+                f"inference to one FlashAttention version: {instead}."
+            )
+
+    def _layer(self, model_config: TransformerConfig, number: int) -> Layer:
+        windowed = is_layer_window_attention(
+            model_config.window_size, model_config.window_attn_skip_freq, number
+        )
+        scale = model_config.softmax_scale
+        return Layer(
+            window_left=model_config.window_size[0] if windowed else -1,
+            softmax_scale=1 / math.sqrt(self._problem.head_dim) if scale is None else scale,
+        )
+
+    def allocate(self, context: "DynamicInferenceContext") -> None:
+        """Build the kernels, and allocate what they need beside the KV cache.
+
+        Each is launched once: some set themselves up at their first launch, which a graph's capture
+        would not allow.
+
+        Args:
+            context (DynamicInferenceContext): The context, its other tensors allocated.
+        """
+        view = context.gpu_view
+        setup = Setup(
+            problem=self._problem,
+            layers=tuple(dict.fromkeys(self._layers.values())),
+            books=Bookkeeping(
+                block_table=view.mha_block_table,
+                query_lengths=view.mha_query_lengths,
+                query_starts=view.mha_cu_query_seq_lengths,
+                kv_lengths=view.mha_kv_seq_lengths,
+                cpu_block_table=context._cpu_mha_block_table,
+                cpu_query_lengths=context._cpu_mha_query_lengths,
+                cpu_kv_lengths=context._cpu_mha_kv_seq_lengths,
+            ),
+            max_tokens=self._max_tokens,
+            tokens_per_decode=self._tokens_per_decode,
+        )
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        self._log(f"{self._selection}, of version {self._version}")
+        self._log("building its kernels; where they must be compiled, this takes minutes")
+        for kernel in dict.fromkeys((self._selection.decode, self._selection.prefill)):
+            self._kernels[kernel] = KERNELS[kernel](setup)
+        # Some are compiled here.
+        keys, values = context.kv_cache_spec.layer_views(context.memory_buffer, layer=0)
+        self._launch_once(setup, keys, values)
+        used = (torch.cuda.memory_allocated() - before) / MIB
+        seconds = time.perf_counter() - start
+        self._log(f"built in {seconds:.1f} s; workspaces and tables take {used:.0f} MiB")
+
+    @staticmethod
+    def _log(message: str) -> None:
+        log_single_rank(logger, logging.INFO, f"FlashInfer attention: {message}")
+
+    def _launch_once(self, setup: Setup, keys: Tensor, values: Tensor) -> None:
+        """Launch every kernel on a step of nothing but padding."""
+        shape = StepShape(
+            num_decode=0,
+            num_requests=0,
+            decode_slots=1,
+            padded_requests=1,
+            num_tokens=self._tokens_per_decode,
+            has_prefill=True,
+        )
+        query = torch.zeros(
+            (shape.num_tokens, self._problem.num_query_heads, self._problem.head_dim),
+            dtype=self._problem.dtype,
+            device=setup.device,
+        )
+        for kernel in self._kernels.values():
+            kernel.plan(shape)
+            kernel.derive(shape)
+        for layer in setup.layers:
+            self._attend(Call(query, keys, values, torch.empty_like(query), layer, shape))
+
+    def release(self) -> None:
+        """Free what `allocate` allocated, until it is called again."""
+        self._kernels.clear()
+
+    def plan_step(self, context: "DynamicInferenceContext") -> None:
+        """Prepare a step on the host, right before its bookkeeping is copied to the device.
+
+        Args:
+            context (DynamicInferenceContext): The context, with the step's bookkeeping complete.
+        """
+        padded = context.padded_batch_dimensions
+        decode_only = context.is_decode_only()
+        # A graph counts slots, not phases: decodes may lie behind its decode slots, or prefills in
+        # them. The prefill kernel, which comes second, takes all but real decodes in decode slots.
+        split = KERNELS[self._selection.decode].SPLITS_STEPS
+        slots = padded.decode_req_count if decode_only or split else 0
+        self._shape = StepShape(
+            num_decode=min(context.num_decode_requests, slots) if split else 0,
+            num_requests=context.total_request_count - context.paused_request_count,
+            decode_slots=slots,
+            padded_requests=padded.req_count,
+            num_tokens=padded.token_count,
+            has_prefill=not decode_only,
+        )
+        for kernel in self._kernels_of(self._shape):
+            kernel.plan(self._shape)
+
+    def derive_step(self) -> None:
+        """Prepare a step on the device, right after its bookkeeping was copied there."""
+        assert self._shape is not None
+        for kernel in self._kernels_of(self._shape):
+            kernel.derive(self._shape)
+
+    def _kernels_of(self, shape: StepShape) -> List[Kernel]:
+        """The kernels that a step runs, each once."""
+        chosen = []
+        if shape.decode_slots:
+            chosen.append(self._selection.decode)
+        if shape.has_prefill:
+            chosen.append(self._selection.prefill)
+        return [self._kernels[kernel] for kernel in dict.fromkeys(chosen)]
+
+    def run(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        layer_number: int,
+        sinks: Optional[Tensor] = None,
+    ) -> Tensor:
+        """Compute one layer's attention over the cache, to which this step's tokens are appended.
+
+        Args:
+            query (Tensor): Queries of this step, `(tokens, 1, query_heads, head_dim)`, padding
+                included, in the order of the context's requests.
+            key_cache (Tensor): The layer's keys, `(blocks, block_size, kv_heads, head_dim)`.
+            value_cache (Tensor): The layer's values, likewise.
+            layer_number (int): Number of the layer in the whole model, from 1.
+            sinks (Optional[Tensor]): Logit per query head that joins its softmax's denominator.
+
+        Returns:
+            (Tensor) Attention, shaped as `query`; of padding tokens something finite.
+        """
+        assert self._shape is not None
+        query = query.squeeze(1).contiguous()
+        output = torch.empty_like(query)
+        layer = self._layers[layer_number]
+        self._attend(Call(query, key_cache, value_cache, output, layer, self._shape, sinks))
+        return output.unsqueeze(1)
+
+    def _attend(self, call: Call) -> None:
+        if call.shape.decode_slots:
+            self._kernels[self._selection.decode].decode(call)
+        if call.shape.has_prefill:
+            self._kernels[self._selection.prefill].prefill(call)

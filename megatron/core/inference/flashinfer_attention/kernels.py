@@ -1,0 +1,524 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+"""FlashInfer's kernels behind one interface.
+
+FlashInfer is imported when a kernel is constructed, not with this module.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.inference.config import FlashInferKernel
+
+from .selection import AttentionProblem
+from .step import PageTable, PrefillSchedule, StepShape
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the layers of a model differ in.
+
+    Args:
+        window_left: Keys before the query's own that it sees; -1: all of them.
+        softmax_scale: Factor of the product of query and key.
+    """
+
+    window_left: int
+    softmax_scale: float
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """The context's arrays of a step, int32, on the device and in the host's pinned memory.
+
+    Args:
+        block_table: Block ids, `(max_requests, max_kv_blocks)`; -1 where there is no block.
+        query_lengths: Query tokens of each request, `(max_requests,)`.
+        query_starts: First query token of each, and the end of the last, `(max_requests + 1,)`.
+        kv_lengths: Tokens of each in the cache, those of this step included, `(max_requests,)`.
+        cpu_block_table: As `block_table`, before it is copied.
+        cpu_query_lengths: Likewise.
+        cpu_kv_lengths: Likewise.
+    """
+
+    block_table: Tensor
+    query_lengths: Tensor
+    query_starts: Tensor
+    kv_lengths: Tensor
+    cpu_block_table: Tensor
+    cpu_query_lengths: Tensor
+    cpu_kv_lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a kernel is constructed from.
+
+    Args:
+        problem: Heads, dims, dtype and blocks.
+        layers: Kinds of layers in this partition.
+        books: The context's arrays.
+        max_tokens: Most query tokens of a step, padding included.
+        tokens_per_decode: Query tokens of a decode request.
+    """
+
+    problem: AttentionProblem
+    layers: Tuple[Layer, ...]
+    books: Bookkeeping
+    max_tokens: int
+    tokens_per_decode: int
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests of a step."""
+        return self.books.block_table.size(0)
+
+    @property
+    def max_kv_blocks(self) -> int:
+        """Most blocks of a request."""
+        return self.books.block_table.size(1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.books.block_table.device
+
+
+@dataclass(frozen=True)
+class Call:
+    """One layer's attention in one step.
+
+    Args:
+        query: Contiguous `(tokens, query_heads, head_dim)`.
+        key_cache: `(blocks, block_size, kv_heads, head_dim)`.
+        value_cache: Likewise.
+        output: Contiguous, shaped as `query`; a kernel writes its own rows.
+        layer: Kind of the layer.
+        shape: Extents of the step.
+        sinks: Natural logit per query head that joins its softmax's denominator; None: none.
+    """
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    output: Tensor
+    layer: Layer
+    shape: StepShape
+    sinks: Optional[Tensor] = None
+
+
+class Kernel:
+    """One of FlashInfer's kernels, with all that it needs beside the KV cache."""
+
+    def plan(self, shape: StepShape) -> None:
+        """Plan a step on the host, before the step's bookkeeping is copied to the device."""
+
+    def derive(self, shape: StepShape) -> None:
+        """Derive what a step needs on the device, once the step's bookkeeping is there."""
+
+
+class DecodeKernel(Kernel, ABC):
+    """A kernel for decode requests."""
+
+    SPLITS_STEPS = True  # whether a step with prefill leaves its decode requests to this kernel
+
+    @abstractmethod
+    def decode(self, call: Call) -> None:
+        """Write the output of the step's decode slots."""
+
+
+class PrefillKernel(Kernel, ABC):
+    """A kernel for requests with any number of query tokens."""
+
+    @abstractmethod
+    def prefill(self, call: Call) -> None:
+        """Write the output of all tokens but those of the `num_decode` first requests."""
+
+
+def _in_pages(cache: Tensor, page_size: int) -> Tensor:
+    """A cache of NHD blocks as one of smaller pages, `(pages, page_size, kv_heads, head_dim)`."""
+    return cache.view(-1, page_size, *cache.shape[2:])
+
+
+class Xqa(DecodeKernel):
+    """Decode on Hopper with no plan: a page table and lengths are all that it reads."""
+
+    # FlashInfer sets 8 MiB aside for semaphores. They must start as zeros, and nobody else may
+    # write them. Partial results are kept only where a request's keys are split over idle
+    # multiprocessors, each of which then has one tile.
+    SEMAPHORE_BYTES = 8 * MIB
+    SCRATCH_BYTES = 24 * MIB
+
+    def __init__(self, setup: Setup) -> None:
+        from flashinfer.xqa import xqa  # type: ignore
+
+        self._xqa = xqa
+        self._problem = setup.problem
+        self._books = setup.books
+        self._tokens = setup.tokens_per_decode
+        page_size = setup.problem.page_size(FlashInferKernel.XQA)
+        assert page_size is not None
+        self._page_size = page_size
+        self._pages = PageTable(
+            setup.max_requests,
+            setup.max_kv_blocks,
+            setup.problem.block_size_tokens // page_size,
+            self._tokens,
+            setup.device,
+        )
+        semaphores = torch.zeros(self.SEMAPHORE_BYTES // 4, dtype=torch.int32, device=setup.device)
+        self._semaphores = semaphores.view(torch.uint32)
+        self._scratch = torch.empty(self.SCRATCH_BYTES, dtype=torch.uint8, device=setup.device)
+        self._mask: Optional[Tensor] = None
+        if self._tokens > 1:
+            mask = _causal_bits(self._tokens).to(setup.device)
+            self._mask = mask.expand(setup.max_requests, -1, -1).contiguous()
+
+    def derive(self, shape: StepShape) -> None:
+        """Derive page table and lengths."""
+        self._pages.derive(shape, self._books.block_table, self._books.kv_lengths)
+
+    def decode(self, call: Call) -> None:
+        """See base class."""
+        rows, problem = call.shape.decode_slots, self._problem
+        tokens = () if self._tokens == 1 else (self._tokens,)
+        heads = (problem.num_query_heads, problem.head_dim)
+        self._xqa(
+            call.query[: rows * self._tokens].view(rows, 1, *tokens, *heads),
+            _in_pages(call.key_cache, self._page_size),
+            _in_pages(call.value_cache, self._page_size),
+            self._pages.table[:rows],
+            self._pages.lengths[:rows].view(torch.uint32).unsqueeze(1),
+            call.output[: rows * self._tokens].view(rows, 1, *tokens, *heads),
+            self._scratch,
+            self._semaphores,
+            problem.num_kv_heads,
+            self._page_size,
+            sinks=(
+                None if call.sinks is None else call.sinks.float().view(problem.num_kv_heads, -1)
+            ),
+            # The kernel itself divides by the root of the head dim.
+            q_scale=call.layer.softmax_scale * math.sqrt(problem.head_dim),
+            sliding_win_size=call.layer.window_left + 1,
+            q_seq_len=self._tokens,
+            mask=None if self._mask is None else self._mask[:rows],
+        )
+
+
+def _causal_bits(tokens: int) -> Tensor:
+    """Which new token sees which, packed for xqa: `(tokens, 16-bit words)`.
+
+    Bit j of row i is set if j is at most i. Rows are padded to 32 bits.
+    """
+    words = 2 * math.ceil(tokens / 32)
+    bits = torch.ones((tokens, 16 * words), dtype=torch.int32).tril().view(tokens, words, 16)
+    return (bits << torch.arange(16, dtype=torch.int32)).sum(-1).to(torch.uint16)
+
+
+class _Wrapped(PrefillKernel):
+    """A paged prefill kernel with FlashInfer's wrapper, one wrapper for each kind of layer."""
+
+    KERNEL: FlashInferKernel
+    WORKSPACE_BYTES: int
+
+    def __init__(self, setup: Setup) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore
+
+        self._setup = setup
+        self._first_token = torch.zeros(1, dtype=torch.int32, device=setup.device)
+        workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
+        arguments = self._wrapper_arguments()
+        self._wrappers = {
+            layer: BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "NHD", backend=self.KERNEL.value, **arguments
+            )
+            for layer in setup.layers
+        }
+
+    def _wrapper_arguments(self) -> Dict[str, Any]:
+        """What each wrapper is given beside workspace, layout and backend."""
+        return {}
+
+    def _plan_arguments(self, layer: Layer) -> Dict[str, Any]:
+        """Arguments of a wrapper's plan that are the same in every step."""
+        problem = self._setup.problem
+        return dict(
+            num_qo_heads=problem.num_query_heads,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim_qk=problem.head_dim,
+            page_size=problem.block_size_tokens,
+            causal=True,
+            sm_scale=layer.softmax_scale,
+            window_left=layer.window_left,
+            q_data_type=problem.dtype,
+            kv_data_type=problem.dtype,
+        )
+
+    def prefill(self, call: Call) -> None:
+        """See base class."""
+        wrapper = self._wrappers[call.layer]
+        # The wrapper compares the query with its plan, which may be of another step by then.
+        wrapper._qo_indptr_last = call.query.size(0)
+        cache = (call.key_cache, call.value_cache)
+        if call.sinks is None:
+            wrapper.run(call.query, cache, out=call.output)
+        else:
+            # The wrapper accepts sinks, but these kernels do not apply them.
+            _, lse = wrapper.run(call.query, cache, out=call.output, return_lse=True)
+            _apply_sinks(call.output, lse, call.sinks, self._first_token)
+
+
+def _apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor, first_token: Tensor) -> None:
+    """Let sinks join the denominators of softmaxes that were computed without.
+
+    Args:
+        output (Tensor): Attention, `(tokens, query_heads, head_dim)`; scaled in place.
+        lse (Tensor): Logarithm to base 2 of the denominators, float32 `(tokens, query_heads)`.
+        sinks (Tensor): Natural logits, `(query_heads,)`.
+        first_token (Tensor): Tokens before this one are left alone; one element.
+    """
+    share = torch.sigmoid(lse * math.log(2.0) - sinks.float())
+    ours = torch.arange(lse.size(0), device=lse.device) >= first_token
+    output.mul_(torch.where(ours.unsqueeze(1), share, 1.0).unsqueeze(2))
+
+
+class Fa3(_Wrapped):
+    """Prefill on Hopper, by a work list that is made on the device."""
+
+    KERNEL = FlashInferKernel.FA3
+    WORKSPACE_BYTES = 256  # the wrapper insists on one, the kernel uses none
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._schedule = PrefillSchedule(
+            setup.max_requests,
+            setup.max_tokens,
+            setup.max_kv_blocks,
+            setup.problem.num_query_heads,
+            setup.problem.head_dim,
+            torch.cuda.get_device_properties(setup.device).multi_processor_count,
+            setup.device,
+        )
+        # Planning one token compiles and loads the kernel and fixes dtypes and options. Then the
+        # wrapper is pointed to the work list in place of that plan.
+        one = torch.tensor([0, 1], dtype=torch.int32)
+        for layer, wrapper in self._wrappers.items():
+            wrapper.plan(one, one, one[:1], one[1:], **self._plan_arguments(layer))
+            if len(wrapper._plan_info) != len(self._schedule.plan_info):
+                raise ImportError(
+                    "This FlashInfer schedules prefill on Hopper in another way: install "
+                    "flashinfer-python 0.6.18.post1, or set flashinfer_kernel to fa2."
+                )
+            wrapper._plan_info = self._schedule.plan_info
+            wrapper._int_workspace_buffer = self._schedule.works.view(torch.uint8)
+            wrapper._pin_memory_int_workspace_buffer = None
+            wrapper._paged_kv_indices_buf = setup.books.block_table
+
+    def derive(self, shape: StepShape) -> None:
+        """Make the work list."""
+        books = self._setup.books
+        self._first_token.fill_(shape.num_decode * self._setup.tokens_per_decode)
+        self._schedule.derive(shape, books.query_starts, books.query_lengths, books.kv_lengths)
+
+
+class Fa2(_Wrapped, DecodeKernel):
+    """Any phase on any GPU, by a plan that the host makes of each step and kind of layer.
+
+    Padding tokens are one more request that has no keys: the kernel writes zeros for it. Keys of a
+    request are split over idle multiprocessors where the workspace holds the partial results, for
+    which FlashInfer sets memory aside by a step's extents alone. Steps too large for that keep the
+    GPU busy without.
+    """
+
+    KERNEL = FlashInferKernel.FA2
+    WORKSPACE_BYTES = 128 * MIB
+    SPLITS_STEPS = False
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        properties = torch.cuda.get_device_properties(setup.device)
+        self._num_multiprocessors = properties.multi_processor_count
+
+    def _wrapper_arguments(self) -> Dict[str, Any]:
+        setup = self._setup
+        rows, pages = setup.max_requests + 1, setup.max_requests * setup.max_kv_blocks
+
+        def array(length: int) -> Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=setup.device)
+
+        self._query_starts, self._page_starts = array(rows + 1), array(rows + 1)
+        self._page_ids, self._last_page_lengths = array(pages), array(rows)
+        self._cpu_page_ids = torch.zeros(pages, dtype=torch.int32, pin_memory=True)
+        return dict(
+            use_cuda_graph=True,
+            qo_indptr_buf=self._query_starts,
+            paged_kv_indptr_buf=self._page_starts,
+            paged_kv_indices_buf=self._page_ids,
+            paged_kv_last_page_len_buf=self._last_page_lengths,
+        )
+
+    def plan(self, shape: StepShape) -> None:
+        """Plan all rows, or those behind another kernel's decode rows."""
+        books, block_size = self._setup.books, self._setup.problem.block_size_tokens
+        ours = slice(shape.num_decode, shape.num_requests)
+        first_token = shape.num_decode * self._setup.tokens_per_decode
+        query_lengths = torch.zeros(shape.padded_requests + 1, dtype=torch.int32)
+        kv_lengths = torch.zeros_like(query_lengths)
+        query_lengths[ours] = books.cpu_query_lengths[ours]
+        kv_lengths[ours] = books.cpu_kv_lengths[ours]
+        query_lengths[-1] = shape.num_tokens - first_token - query_lengths.sum()
+        pages = (kv_lengths + block_size - 1) // block_size
+
+        query_starts = torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0)) + first_token
+        page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0))
+        used = torch.arange(self._setup.max_kv_blocks) < pages[:-1].unsqueeze(1)
+        page_ids = books.cpu_block_table[: shape.padded_requests][used]
+        count = page_ids.numel()
+        self._cpu_page_ids[:count] = page_ids
+        self._page_ids[:count].copy_(self._cpu_page_ids[:count], non_blocking=True)
+        self._first_token.fill_(first_token)
+
+        rows = shape.padded_requests + 1
+        tiles, tile = self._tiles(rows, shape.num_tokens)
+        partial = self._setup.problem.num_query_heads * (self._setup.problem.head_dim + 1) * 4
+        split = tiles * tile * partial + 16 <= self.WORKSPACE_BYTES
+        for layer, wrapper in self._wrappers.items():
+            if not split:
+                # Then nothing keeps the kernel from tiles beyond those that are planned. Let them
+                # be tile 0 of the padding tokens.
+                plan = wrapper._pin_memory_int_workspace_buffer.view(torch.int32)
+                plan[:tiles].fill_(rows - 1)  # requests
+                plan[tiles : 3 * tiles + 8].zero_()  # numbers of tiles, from a multiple of 16 bytes
+            # One wrapper serves all shapes. These make it one for this shape.
+            wrapper._fixed_batch_size = rows
+            wrapper._max_total_num_rows = shape.num_tokens
+            wrapper._qo_indptr_buf = self._query_starts[: rows + 1]
+            wrapper._paged_kv_indptr_buf = self._page_starts[: rows + 1]
+            wrapper._paged_kv_last_page_len_buf = self._last_page_lengths[:rows]
+            wrapper.plan(
+                query_starts.int(),
+                page_starts.int(),
+                self._page_ids[:count],
+                kv_lengths - (pages - 1).clamp(min=0) * block_size,
+                disable_split_kv=not split,
+                **self._plan_arguments(layer),
+            )
+
+    def _tiles(self, rows: int, num_tokens: int) -> Tuple[int, int]:
+        """Tiles that FlashInfer launches the kernel over in graph mode, and queries of one tile.
+
+        A query is one of a token's query heads that share a KV head.
+        """
+        problem = self._setup.problem
+        # FlashInfer, in unsigned arithmetic, takes it that every row has a token.
+        longest = (num_tokens - rows + 1) % 2**32 * problem.ratio
+        if longest <= 16:
+            tile = 16
+        else:
+            tile = 64 if longest <= 64 or problem.head_dim == 256 else 128
+        tiles = math.ceil(num_tokens * problem.ratio / tile) + rows - 1
+        return max(2 * self._num_multiprocessors // problem.num_kv_heads, tiles), tile
+
+    def decode(self, call: Call) -> None:
+        """See base class."""
+        self.prefill(call)
+
+
+class TrtllmGen(DecodeKernel, PrefillKernel):
+    """Both phases on SM 10.x with no plan. Not run: no such GPU was at hand."""
+
+    WORKSPACE_BYTES = 128 * MIB
+
+    def __init__(self, setup: Setup) -> None:
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache  # type: ignore
+        from flashinfer.prefill import trtllm_batch_context_with_kv_cache  # type: ignore
+
+        self._decode = trtllm_batch_decode_with_kv_cache
+        self._prefill = trtllm_batch_context_with_kv_cache
+        self._setup = setup
+        page_size = setup.problem.page_size(FlashInferKernel.TRTLLM_GEN)
+        assert page_size is not None
+        self._page_size = page_size
+        self._pages = PageTable(
+            setup.max_requests,
+            setup.max_kv_blocks,
+            setup.problem.block_size_tokens // page_size,
+            setup.tokens_per_decode,
+            setup.device,
+        )
+        self._first_token = torch.zeros(1, dtype=torch.int32, device=setup.device)
+        self._query_starts = torch.zeros_like(setup.books.query_starts)
+        self._kv_starts = torch.zeros_like(setup.books.query_starts)
+        self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
+
+    def derive(self, shape: StepShape) -> None:
+        """Derive page table and lengths, and the starts of queries with decode rows emptied."""
+        books = self._setup.books
+        self._pages.derive(shape, books.block_table, books.kv_lengths)
+        first_token = shape.num_decode * self._setup.tokens_per_decode
+        self._first_token.fill_(first_token)
+        torch.clamp(books.query_starts, min=first_token, out=self._query_starts)
+        torch.cumsum(books.kv_lengths, 0, dtype=torch.int32, out=self._kv_starts[1:])
+
+    def _arguments(self, call: Call, rows: int) -> Dict[str, Any]:
+        """What both functions are given under the same name."""
+        return dict(
+            kv_cache=(
+                _in_pages(call.key_cache, self._page_size),
+                _in_pages(call.value_cache, self._page_size),
+            ),
+            workspace_buffer=self._workspace,
+            block_tables=self._pages.table[:rows],
+            bmm1_scale=call.layer.softmax_scale,
+            bmm2_scale=1.0,
+            window_left=call.layer.window_left,
+            sinks=None if call.sinks is None else call.sinks.float(),
+            kv_layout="NHD",
+        )
+
+    def decode(self, call: Call) -> None:
+        """See base class."""
+        rows = call.shape.decode_slots
+        tokens = rows * self._setup.tokens_per_decode
+        self._decode(
+            call.query[:tokens],
+            seq_lens=self._pages.lengths[:rows],
+            max_seq_len=self._setup.max_kv_blocks * self._setup.problem.block_size_tokens,
+            out=call.output[:tokens],
+            backend="trtllm-gen",
+            q_len_per_req=self._setup.tokens_per_decode,
+            **self._arguments(call, rows),
+        )
+
+    def prefill(self, call: Call) -> None:
+        """See base class."""
+        rows = call.shape.padded_requests
+        # No row holds the padding tokens, and what decode made of those in its slots may be NaN.
+        token = torch.arange(call.output.size(0), device=call.output.device)
+        call.output.masked_fill_((token >= self._first_token).view(-1, 1, 1), 0)
+        self._prefill(
+            call.query,
+            seq_lens=self._setup.books.kv_lengths[:rows],
+            max_q_len=call.shape.num_tokens,
+            max_kv_len=self._setup.max_kv_blocks * self._setup.problem.block_size_tokens,
+            batch_size=rows,
+            cum_seq_lens_q=self._query_starts[: rows + 1],
+            cum_seq_lens_kv=self._kv_starts[: rows + 1],
+            out=call.output,
+            **self._arguments(call, rows),
+        )
+
+
+KERNELS: Dict[FlashInferKernel, Any] = {
+    FlashInferKernel.XQA: Xqa,
+    FlashInferKernel.FA3: Fa3,
+    FlashInferKernel.FA2: Fa2,
+    FlashInferKernel.TRTLLM_GEN: TrtllmGen,
+}

@@ -1,0 +1,301 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+"""What the kernels need to know of a step, derived on the device from the context's bookkeeping.
+
+Nothing here is copied from or to the host, and all addresses are fixed. So whatever a CUDA graph
+replays is as fresh as the bookkeeping, and no layer, window or captured shape has a plan of its own
+that could be stale.
+"""
+
+from dataclasses import dataclass
+from typing import List
+
+import torch
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Extents of a step, known on the host.
+
+    Rows are requests: the first `num_decode` are computed by a decode kernel, which takes the same
+    number of query tokens from each; then come those of a prefill kernel, with any number of query
+    tokens; those from `num_requests` on are padding.
+
+    Args:
+        num_decode: Requests that a decode kernel computes; 0 where the prefill kernel takes all.
+        num_requests: Requests of this step.
+        decode_slots: Rows that the decode kernel is launched over, `num_decode` or more.
+        padded_requests: Rows, padding included.
+        num_tokens: Query tokens of this step, padding included.
+        has_prefill: Whether the prefill kernel is launched.
+    """
+
+    num_decode: int
+    num_requests: int
+    decode_slots: int
+    padded_requests: int
+    num_tokens: int
+    has_prefill: bool
+
+
+class PageTable:
+    """Page ids and lengths of the rows, for kernels whose pages are parts of a block.
+
+    Block `b` consists of pages `b * k` to `b * k + k - 1`. A padding row has the pages of the first
+    request, and any row that is not decode the length of a decode's new tokens: what is computed
+    for it is finite and costs next to nothing, while a row of length 0 would come out as NaN.
+
+    Args:
+        max_requests (int): Rows.
+        max_kv_blocks (int): Blocks of one row of the context's block table.
+        pages_per_block (int): Pages that make a block.
+        tokens_per_decode (int): Query tokens of a decode request.
+        device (torch.device): Where the arrays are.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_kv_blocks: int,
+        pages_per_block: int,
+        tokens_per_decode: int,
+        device: torch.device,
+    ) -> None:
+        self.pages_per_block = pages_per_block
+        self.tokens_per_decode = tokens_per_decode
+        width = max_kv_blocks * pages_per_block
+        self.table = torch.zeros((max_requests, width), dtype=torch.int32, device=device)
+        self.lengths = torch.zeros((max_requests,), dtype=torch.int32, device=device)
+
+    def derive(self, shape: StepShape, block_table: Tensor, kv_lengths: Tensor) -> None:
+        """Derive the arrays of a step.
+
+        Args:
+            shape (StepShape): Extents of the step.
+            block_table (Tensor): Blocks, int32 of shape `(rows, max_kv_blocks)`; -1 where none is.
+            kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
+        """
+        width = self.table.size(1)
+        tile = min(1024, triton.next_power_of_2(width))
+        _pages_kernel[(shape.padded_requests, triton.cdiv(width, tile))](
+            block_table,
+            kv_lengths,
+            self.table,
+            self.lengths,
+            shape.num_requests,
+            shape.num_decode,
+            self.tokens_per_decode,
+            width,
+            block_table.stride(0),
+            PAGES_PER_BLOCK=self.pages_per_block,
+            TILE=tile,
+        )
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_decode"])
+def _pages_kernel(
+    block_table_ptr,
+    kv_lengths_ptr,
+    page_table_ptr,
+    lengths_ptr,
+    num_requests,
+    num_decode,
+    tokens_per_decode,
+    width,
+    block_table_stride,
+    PAGES_PER_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    page = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = page < width
+    source = tl.where(row < num_requests, row, 0)
+    block = tl.load(
+        block_table_ptr + source * block_table_stride + page // PAGES_PER_BLOCK, mask=mask, other=0
+    )
+    # Entries beyond a request's blocks are -1. No kernel should read them; if one does, no harm.
+    page_id = tl.maximum(block, 0) * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
+    tl.store(page_table_ptr + row.to(tl.int64) * width + page, page_id, mask=mask)
+    if tl.program_id(1) == 0:
+        length = tl.load(kv_lengths_ptr + row)
+        tl.store(lengths_ptr + row, tl.where(row < num_decode, length, tokens_per_decode))
+
+
+class PrefillSchedule:
+    """The work list of FlashInfer's prefill kernel for Hopper (fa3), made on the device.
+
+    That kernel runs one CTA per multiprocessor, which computes the works of its part of the list:
+    one tile of query tokens of one request and one head each. FlashInfer's own planner makes the
+    list on the host, in a loop over heads and tiles, for about a millisecond a step; here each work
+    finds its own place. Works are dealt out by descending number of keys, there and back over
+    the CTAs, heads of one tile next to each other, so that they share their keys in the cache.
+
+    A request's page ids are its row of the context's block table, for a page is a block here.
+    Decode rows are left out. Padding tokens are one more request with no keys: the kernel writes
+    zeros for it. One list serves all layers and windows.
+
+    Args:
+        max_requests (int): Rows.
+        max_tokens (int): Query tokens of a step, padding included.
+        max_kv_blocks (int): Blocks of one row of the context's block table.
+        num_query_heads (int): Query heads of this partition.
+        head_dim (int): Elements of one head.
+        num_ctas (int): CTAs that the kernel runs, which is one per multiprocessor.
+        device (torch.device): Where the list is.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        max_kv_blocks: int,
+        num_query_heads: int,
+        head_dim: int,
+        num_ctas: int,
+        device: torch.device,
+    ) -> None:
+        self.max_kv_blocks = max_kv_blocks
+        self.num_query_heads = num_query_heads
+        self.tile = self.tile_tokens(head_dim)
+        self.rows = triton.next_power_of_2(max_requests + 1)
+        self.num_ctas = num_ctas
+        works = (triton.cdiv(max_tokens, self.tile) + max_requests + 1) * num_query_heads
+        self.capacity = triton.cdiv(works, 4) * 4  # keeps every array aligned to 16 bytes
+        self.works = torch.zeros(
+            (7 * self.capacity + self.num_ctas + 1,), dtype=torch.int32, device=device
+        )
+
+    @staticmethod
+    def tile_tokens(head_dim: int) -> int:
+        """Query tokens of one of the kernel's tiles."""
+        return 192 if head_dim == 64 else 128
+
+    @property
+    def plan_info(self) -> List[int]:
+        """Where the kernel finds what, in its own order: byte offsets, and whether heads share."""
+        arrays = [array * self.capacity * self.works.itemsize for array in range(8)]
+        tile, query_start, first_page, query_length, kv_length, head, request, first_work = arrays
+        return [
+            tile,
+            query_start,
+            first_page,
+            query_length,
+            kv_length,
+            head,
+            first_work,
+            request,
+            0,
+        ]
+
+    def derive(
+        self, shape: StepShape, query_starts: Tensor, query_lengths: Tensor, kv_lengths: Tensor
+    ) -> None:
+        """Make the list of a step.
+
+        Args:
+            shape (StepShape): Extents of the step.
+            query_starts (Tensor): First token of each row, and the end of the last, int32.
+            query_lengths (Tensor): Query tokens of each row, int32 of shape `(rows,)`.
+            kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
+        """
+        rows = shape.num_requests - shape.num_decode + 1
+        _schedule_kernel[(triton.cdiv(shape.num_tokens, self.tile) + rows,)](
+            query_starts,
+            query_lengths,
+            kv_lengths,
+            self.works,
+            shape.num_decode,
+            shape.num_requests,
+            shape.num_tokens,
+            self.max_kv_blocks,
+            self.capacity,
+            TILE=self.tile,
+            ROWS=self.rows,
+            HEADS=self.num_query_heads,
+            HEAD_TILE=triton.next_power_of_2(self.num_query_heads),
+            CTAS=self.num_ctas,
+            CTA_TILE=triton.next_power_of_2(self.num_ctas + 1),
+        )
+
+
+@triton.jit
+def _tiles_with_more_keys(keys, tiles, query_length, kv_length, TILE: tl.constexpr):
+    # Tile i of a row sees kv_length - query_length + (i + 1) * TILE keys, the last one kv_length.
+    first = tl.maximum(keys - (kv_length - query_length), 0) // TILE
+    inner = tl.maximum(tiles - 1 - first, 0)
+    return inner + ((tiles > 0) & (kv_length > keys)).to(tl.int32)
+
+
+@triton.jit
+def _first_work(cta, full, rest, CTAS: tl.constexpr):
+    # Every CTA has `full` works; the rest goes to the first CTAs, or to the last on the way back.
+    more = tl.where(full % 2 == 0, tl.minimum(cta, rest), tl.maximum(cta - (CTAS - rest), 0))
+    return cta * full + more
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])
+def _schedule_kernel(
+    query_starts_ptr,
+    query_lengths_ptr,
+    kv_lengths_ptr,
+    works_ptr,
+    first_row,
+    num_rows,
+    num_tokens,
+    max_kv_blocks,
+    capacity,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    CTAS: tl.constexpr,
+    CTA_TILE: tl.constexpr,
+):
+    work = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    is_request = (row >= first_row) & (row < num_rows)
+    query_length = tl.load(query_lengths_ptr + row, mask=is_request, other=0)
+    kv_length = tl.load(kv_lengths_ptr + row, mask=is_request, other=0)
+    query_end = tl.load(query_starts_ptr + num_rows)
+    query_length = tl.where(row == num_rows, num_tokens - query_end, query_length)
+    tiles = (query_length + TILE - 1) // TILE
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles)
+    full = total * HEADS // CTAS
+    rest = total * HEADS % CTAS
+
+    if work == 0:
+        cta = tl.arange(0, CTA_TILE)
+        tl.store(
+            works_ptr + 7 * capacity + cta, _first_work(cta, full, rest, CTAS), mask=cta <= CTAS
+        )
+    if work < total:
+        own_row = tl.sum((ends <= work).to(tl.int32))
+        is_own = row == own_row
+        own_query_length = tl.sum(tl.where(is_own, query_length, 0))
+        own_kv_length = tl.sum(tl.where(is_own, kv_length, 0))
+        own_tiles = tl.sum(tl.where(is_own, tiles, 0))
+        tile = work - (tl.sum(tl.where(is_own, ends, 0)) - own_tiles)
+        keys = tl.minimum(own_kv_length - own_query_length + (tile + 1) * TILE, own_kv_length)
+
+        more = _tiles_with_more_keys(keys, tiles, query_length, kv_length, TILE)
+        as_many = _tiles_with_more_keys(keys - 1, tiles, query_length, kv_length, TILE) - more
+        rank = tl.sum(more) + tl.sum(tl.where(row < own_row, as_many, 0))
+
+        head = tl.arange(0, HEAD_TILE)
+        turn = (rank * HEADS + head) // CTAS
+        place = (rank * HEADS + head) % CTAS
+        cta = tl.where(turn % 2 == 0, place, CTAS - 1 - place)
+        slot = works_ptr + _first_work(cta, full, rest, CTAS) + turn
+        mask = head < HEADS
+        query_start = tl.load(query_starts_ptr + own_row)
+        tl.store(slot, tile, mask=mask)
+        tl.store(slot + capacity, query_start, mask=mask)
+        tl.store(slot + 2 * capacity, own_row * max_kv_blocks, mask=mask)
+        tl.store(slot + 3 * capacity, own_query_length, mask=mask)
+        tl.store(slot + 4 * capacity, own_kv_length, mask=mask)
+        tl.store(slot + 5 * capacity, head, mask=mask)
+        tl.store(slot + 6 * capacity, own_row, mask=mask)

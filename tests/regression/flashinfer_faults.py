@@ -1,0 +1,295 @@
+"""Deliberate faults of the FlashInfer backend, which the regression must catch.
+
+They wrap what stage 2 plans, derives and runs. `replanned` is no fault, but makes one show that
+would be there: it destroys all that the last step's plan consists of before the next is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from faults import Fault
+from megatron.core.inference.flashinfer_attention import FlashInferAttention, kernels, step
+from tiny_engine import Model
+
+_plan_step = FlashInferAttention.plan_step
+_derive_step = FlashInferAttention.derive_step
+_run = FlashInferAttention.run
+_plan_fa2 = kernels.Fa2.plan
+_derive_fa3 = kernels.Fa3.derive
+_derive_pages = step.PageTable.derive
+_derive_works = step.PrefillSchedule.derive
+
+
+def _replaced(owner: Any, name: str, method: Any) -> AbstractContextManager[Any]:
+    return mock.patch.object(owner, name, method)
+
+
+def _arrays(owner: Any) -> Iterator[Tensor]:
+    """The arrays that hold a plan: those of int32 of a kernel and of its tables, and workspaces."""
+    for name, value in vars(owner).items():
+        if isinstance(value, Tensor):
+            if value.dtype is torch.int32 or name == '_int_workspace_buffer':
+                yield value
+        elif isinstance(value, (step.PageTable, step.PrefillSchedule)):
+            yield from _arrays(value)
+        elif name == '_wrappers':
+            for wrapper in value.values():
+                yield wrapper._int_workspace_buffer
+
+
+def _destroy_plan(attention: Any) -> None:
+    for kernel in attention._kernels.values():
+        for array in _arrays(kernel):
+            array.zero_()
+
+
+@contextmanager
+def replanned(model: Model) -> Iterator[None]:
+    """Nothing is left of the last step's plan when a step is planned."""
+    del model
+
+    def plan(self: Any, context: Any) -> None:
+        _destroy_plan(self)
+        _plan_step(self, context)
+
+    with _replaced(FlashInferAttention, 'plan_step', plan):
+        yield
+
+
+@contextmanager
+def plan_destroyed(model: Model) -> Iterator[None]:
+    """Nothing is left of a step's plan when the step is run."""
+    del model
+
+    def derive(self: Any) -> None:
+        _derive_step(self)
+        _destroy_plan(self)
+
+    with _replaced(FlashInferAttention, 'derive_step', derive):
+        yield
+
+
+@contextmanager
+def previous_tables(model: Model) -> Iterator[None]:
+    """A step of the same shape as the one before is run with what was derived for that."""
+    del model
+    last: list[Any] = [None]
+
+    def derive(self: Any) -> None:
+        if self._shape != last[0]:
+            _derive_step(self)
+        last[0] = self._shape
+
+    with _replaced(FlashInferAttention, 'derive_step', derive):
+        yield
+
+
+@contextmanager
+def previous_fa2_plan(model: Model) -> Iterator[None]:
+    """A step of the same shape as the one before is run by the plan of that."""
+    del model
+    last: list[Any] = [None]
+
+    def plan(self: Any, shape: Any) -> None:
+        if shape != last[0]:
+            _plan_fa2(self, shape)
+        last[0] = shape
+
+    with _replaced(kernels.Fa2, 'plan', plan):
+        yield
+
+
+@contextmanager
+def window_of_another_layer(model: Model) -> Iterator[None]:
+    """A layer has the window of the layer before it."""
+    layers = model.attention_layers
+    before = dict(zip(layers, (layers[-1], *layers), strict=False))
+
+    def run(self: Any, query: Any, keys: Any, values: Any, layer: int, *rest: Any) -> Any:
+        return _run(self, query, keys, values, before[layer], *rest)
+
+    with _replaced(FlashInferAttention, 'run', run):
+        yield
+
+
+@contextmanager
+def pages_shifted(model: Model) -> Iterator[None]:
+    """The first request's pages are read one place too early."""
+    del model
+
+    def derive(self: Any, *args: Any) -> None:
+        _derive_pages(self, *args)
+        self.table[0] = self.table[0].roll(1)
+
+    with _replaced(step.PageTable, 'derive', derive):
+        yield
+
+
+@contextmanager
+def fa2_pages_shifted(model: Model) -> Iterator[None]:
+    """All page ids are one place too late."""
+    del model
+
+    def plan(self: Any, shape: Any) -> None:
+        _plan_fa2(self, shape)
+        self._page_ids.copy_(self._page_ids.roll(-1))
+
+    with _replaced(kernels.Fa2, 'plan', plan):
+        yield
+
+
+@contextmanager
+def decode_length_off_by_one(model: Model) -> Iterator[None]:
+    """A decode request does not see its newest token."""
+    del model
+
+    def derive(self: Any, shape: Any, *args: Any) -> None:
+        _derive_pages(self, shape, *args)
+        self.lengths[: shape.num_decode] -= 1
+
+    with _replaced(step.PageTable, 'derive', derive):
+        yield
+
+
+@contextmanager
+def prefill_length_off_by_one(model: Model) -> Iterator[None]:
+    """A prefill request does not see its newest token."""
+    del model
+
+    def derive(self: Any, shape: Any, starts: Any, query_lengths: Any, kv_lengths: Any) -> None:
+        _derive_works(self, shape, starts, query_lengths, kv_lengths - 1)
+
+    with _replaced(step.PrefillSchedule, 'derive', derive):
+        yield
+
+
+@contextmanager
+def sinks_dropped(model: Model) -> Iterator[None]:
+    """The softmax has no sink."""
+    del model
+
+    def run(self: Any, *args: Any) -> Any:
+        return _run(self, *args[:4])
+
+    with _replaced(FlashInferAttention, 'run', run):
+        yield
+
+
+@contextmanager
+def sinks_twice(model: Model) -> Iterator[None]:
+    """What is done for the sinks of prefill rows is done to decode rows, too."""
+    del model
+
+    def derive(self: Any, shape: Any) -> None:
+        _derive_fa3(self, shape)
+        self._first_token.zero_()
+
+    with _replaced(kernels.Fa3, 'derive', derive):
+        yield
+
+
+def _with_shape(change: Callable[[Any], dict[str, Any]]) -> AbstractContextManager[Any]:
+    """Steps have another shape from the moment that they are planned."""
+
+    def plan(self: Any, context: Any) -> None:
+        _plan_step(self, context)
+        self._shape = replace(self._shape, **change(self._shape))
+
+    return _replaced(FlashInferAttention, 'plan_step', plan)
+
+
+@contextmanager
+def decode_slots_off_by_one(model: Model) -> Iterator[None]:
+    """The decode kernel leaves out its last row, and the prefill kernel knows nothing of it."""
+    del model
+
+    def change(shape: Any) -> dict[str, Any]:
+        return {'decode_slots': max(shape.num_decode - 1, 0)}
+
+    with _with_shape(change):
+        yield
+
+
+@contextmanager
+def prefill_taken_for_decode(model: Model) -> Iterator[None]:
+    """The first prefill request is computed as one more decode."""
+    del model
+
+    def change(shape: Any) -> dict[str, Any]:
+        if shape.num_decode == shape.num_requests:
+            return {}
+        more = shape.num_decode + 1
+        return {'num_decode': more, 'decode_slots': max(more, shape.decode_slots)}
+
+    with _with_shape(change):
+        yield
+
+
+@contextmanager
+def padding_without_keys(model: Model) -> Iterator[None]:
+    """Padding rows of the decode kernel have no keys."""
+    del model
+
+    def derive(self: Any, shape: Any, *args: Any) -> None:
+        _derive_pages(self, shape, *args)
+        self.lengths[shape.num_requests :] = 0
+
+    with _replaced(step.PageTable, 'derive', derive):
+        yield
+
+
+@contextmanager
+def padding_left_out(model: Model) -> Iterator[None]:
+    """The prefill kernel leaves padding tokens as they are."""
+    del model
+
+    def derive(self: Any, shape: Any, starts: Any, *args: Any) -> None:
+        shape = replace(shape, num_tokens=int(starts[shape.num_requests]))
+        _derive_works(self, shape, starts, *args)
+
+    with _replaced(step.PrefillSchedule, 'derive', derive):
+        yield
+
+
+@contextmanager
+def scale_ignored(model: Model) -> Iterator[None]:
+    """Scores are not scaled."""
+    del model
+    layer = FlashInferAttention._layer
+
+    def unscaled(self: Any, *args: Any) -> Any:
+        return replace(layer(self, *args), softmax_scale=1.0)
+
+    with _replaced(FlashInferAttention, '_layer', unscaled):
+        yield
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (
+        replanned,
+        plan_destroyed,
+        previous_tables,
+        previous_fa2_plan,
+        window_of_another_layer,
+        pages_shifted,
+        fa2_pages_shifted,
+        decode_length_off_by_one,
+        prefill_length_off_by_one,
+        sinks_dropped,
+        sinks_twice,
+        decode_slots_off_by_one,
+        prefill_taken_for_decode,
+        padding_without_keys,
+        padding_left_out,
+        scale_ignored,
+    )
+}

@@ -1,0 +1,129 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+"""Attention by FlashInfer's kernels against float32, on random batches in a poisoned cache."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("flashinfer")
+
+from .batch import DEVICE, Batch
+
+EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000]
+SHORT = [(1, 1), (1, 300), (5, 5), (64, 64), (100, 356), (127, 127), (128, 130), (129, 129)]
+
+# Kernels of FlashInfer are compiled for each of these. GPUs differ in which they have.
+SHAPES = {
+    "ratio4": dict(),
+    "mha": dict(heads=4, kv_heads=4),
+    "ratio8": dict(heads=16, kv_heads=2),
+    "mqa": dict(heads=16, kv_heads=1),
+    "dim64": dict(head_dim=64),
+    "dim256": dict(head_dim=256),
+    "fp16": dict(dtype=torch.float16),
+    "block16": dict(block_size=16),
+    "block64": dict(block_size=64),
+    "block128": dict(block_size=128),
+    "hnd": dict(layout="HND"),
+}
+PINS = ["auto", "fa2"]
+
+
+@pytest.fixture(params=PINS)
+def kernel(request):
+    """A kernel to pin."""
+    return request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+class TestShapes:
+    def test_decode(self, shape, kernel):
+        batch = Batch(EDGES, [], **shape)
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_prefill(self, shape, kernel):
+        batch = Batch([], SHORT, **shape)
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_mixed_and_padded(self, shape, kernel):
+        batch = Batch(EDGES, SHORT, dims=(700, 12, 17), **shape)
+        batch.check(batch.run(batch.attention(kernel), layer=2), layer=2)
+
+
+class TestPadding:
+    def test_decode_slots_without_request(self, kernel):
+        batch = Batch([70, 300], [], dims=(8, 0, 8))
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_prefill_in_decode_slots(self, kernel):
+        """A graph's slots count requests: here two of its five decode slots hold prefills."""
+        batch = Batch([70, 300, 9], [(40, 40), (3, 500), (200, 200)], dims=(384, 3, 5))
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_decode_in_prefill_slots(self, kernel):
+        batch = Batch([70, 300, 9, 10, 11], [(40, 40)], dims=(64, 4, 2))
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_no_decode_among_decode_slots(self, kernel):
+        batch = Batch([], [(1, 1), (2, 2)], dims=(64, 4, 8))
+        batch.check(batch.run(batch.attention(kernel)))
+
+
+class TestLayers:
+    @pytest.mark.parametrize("window", [0, 63, 64, 100])
+    def test_windows(self, window, kernel):
+        """The first layer sees a window, the second everything."""
+        batch = Batch(
+            EDGES, SHORT, dims=(700, 12, 17), window_size=(window, 0), window_attn_skip_freq=[1, 0]
+        )
+        attention = batch.attention(kernel)
+        batch.check(batch.run(attention, layer=1), layer=1, window=window)
+        batch.check(batch.run(attention, layer=2), layer=2)
+
+    def test_softmax_scale(self, kernel):
+        batch = Batch([70, 300], SHORT, softmax_scale=0.02)
+        batch.check(batch.run(batch.attention(kernel)), scale=0.02)
+
+    def test_sinks(self, kernel):
+        batch = Batch(EDGES, SHORT, dims=(700, 12, 17))
+        sinks = torch.linspace(-1, 4, 8, device=DEVICE).to(batch.dtype)
+        batch.check(batch.run(batch.attention(kernel), sinks=sinks), sinks=sinks)
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_speculative_tokens(tokens, kernel):
+    decode = [tokens] + [edge + tokens for edge in EDGES]
+    batch = Batch(decode, [], dims=(24 * tokens, 0, 24), tokens=tokens)
+    batch.check(batch.run(batch.attention(kernel)))
+    batch = Batch(decode, SHORT, dims=(800, 12, 20), tokens=tokens)
+    batch.check(batch.run(batch.attention(kernel)))
+
+
+def test_one_attention_for_many_steps(kernel):
+    """Steps of all kinds share what was allocated for the first."""
+    limits = dict(max_requests=512, max_tokens=2048, max_length=1200)
+    generator = torch.Generator().manual_seed(3)
+
+    def numbers(count, low, high):
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    attention = None
+    for step, (decodes, prefills) in enumerate([(512, 0), (3, 2), (1, 0), (200, 9), (0, 1)]):
+        prefill = [
+            (query, query + more)
+            for query, more in zip(numbers(prefills, 1, 150), numbers(prefills, 0, 900))
+        ]
+        batch = Batch(numbers(decodes, 1, 1200), prefill, seed=step, **limits)
+        if attention is None:
+            attention, first = batch.attention(kernel), batch.context
+        for name in (
+            "mha_block_table",
+            "mha_query_lengths",
+            "mha_kv_seq_lengths",
+            "mha_cu_query_seq_lengths",
+        ):
+            getattr(first.gpu_view, name).copy_(getattr(batch.context.gpu_view, name))
+            cpu = getattr(batch.context, f"_cpu_{name}")
+            getattr(first, f"_cpu_{name}")[: len(cpu)] = cpu
+        batch.check(batch.run(attention))

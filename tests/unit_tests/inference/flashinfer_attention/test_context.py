@@ -1,0 +1,862 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+"""FlashInfer attention in the dynamic context: its life, its steps, and the layers that call it."""
+
+import gc
+import logging
+import re
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("flashinfer")
+
+from megatron.core import parallel_state
+from megatron.core.inference.config import (
+    FlashInferKernel,
+    InferenceConfig,
+    KVCacheLayout,
+    KVCacheManagementMode,
+)
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.flashinfer_attention import FlashInferAttention, selection
+from megatron.core.inference.flashinfer_attention.kernels import MIB, Fa2, Fa3, Xqa
+from megatron.core.inference.flashinfer_attention.step import StepShape
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.transformer import attention as attention_module
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from .batch import DEVICE, HAVE_GPU, NAN
+from .test_step import works_of
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8, 2, 128, 128
+MODEL = dict(
+    params_dtype=torch.bfloat16,
+    bf16=True,
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=HEADS,
+    num_query_groups=KV_HEADS,
+    kv_channels=HEAD_DIM,
+)
+INFERENCE = dict(
+    inference_attention_backend="flashinfer",
+    max_sequence_length=512,
+    buffer_size_gb=0.02,
+    block_size_tokens=BLOCK,
+    max_requests=8,
+    max_tokens=512,
+    use_flashinfer_fused_rope=False,
+)
+BLOCK_GB = 2 * 2 * BLOCK * KV_HEADS * HEAD_DIM * 2 / 1024**3
+
+
+@pytest.fixture
+def make_context(monkeypatch):
+    """Builds a context of one rank, without process groups."""
+    if torch.cuda.device_count() == 0:
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+
+    def make(model=None, **inference):
+        if not isinstance(model, TransformerConfig):
+            model = TransformerConfig(**{**MODEL, **(model or {})})
+        return DynamicInferenceContext(model, InferenceConfig(**{**INFERENCE, **inference}))
+
+    return make
+
+
+@pytest.fixture
+def hopper(make_context):
+    """For what holds of the kernels of that GPU alone."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+def request(request_id, length, **options):
+    """A request whose prompt is the same for equal lengths, and a prefix of longer ones."""
+    return DynamicInferenceRequest(
+        request_id=request_id,
+        prompt_tokens=torch.arange(length),
+        sampling_params=SamplingParams(num_tokens_to_generate=20),
+        **options,
+    )
+
+
+def generate(context, finished=()):
+    """Let each active request have a new token, but those that are finished by it."""
+    ids = context.request_ids[context.paused_request_count : context.total_request_count].tolist()
+    mask = torch.tensor([int(request_id not in finished) for request_id in ids])
+    context.update_requests(mask, torch.ones(len(ids), dtype=torch.long))
+
+
+class TestChoice:
+    @pytest.mark.parametrize("backend", [AttnBackend.flashinfer, "flashinfer"])
+    def test_inference_config(self, make_context, backend):
+        context = make_context(inference_attention_backend=backend)
+        assert isinstance(context.flashinfer_attention, FlashInferAttention)
+
+    def test_none_follows_the_model(self, make_context):
+        model = dict(attention_backend=AttnBackend.flashinfer)
+        context = make_context(model, inference_attention_backend=None)
+        assert isinstance(context.flashinfer_attention, FlashInferAttention)
+
+    @pytest.mark.parametrize(
+        "model_backend, backend",
+        [(AttnBackend.auto, None), (AttnBackend.flash, None), (AttnBackend.flashinfer, "flash")],
+    )
+    def test_off_otherwise(self, make_context, monkeypatch, model_backend, backend):
+        # None in this table makes an import fail.
+        name = "megatron.core.inference.flashinfer_attention"
+        monkeypatch.setitem(sys.modules, name, None)
+        model = dict(attention_backend=model_backend)
+        context = make_context(model, inference_attention_backend=backend)
+        assert context.flashinfer_attention is None
+
+        context.add_request(request(0, 5))
+        context.initialize_attention_state()
+        with pytest.raises(ImportError):
+            make_context()
+
+    def test_pinned_kernel(self, make_context):
+        context = make_context(flashinfer_kernel="fa2")
+        assert list(context.flashinfer_attention._kernels) == [FlashInferKernel.FA2]
+
+    def test_one_kernel_for_each_phase(self, hopper, make_context):
+        kernels = make_context().flashinfer_attention._kernels
+        assert list(kernels) == [FlashInferKernel.XQA, FlashInferKernel.FA3]
+
+    def test_layout_is_that_of_the_cache(self, hopper, make_context):
+        context = make_context(kv_cache_layout=KVCacheLayout.HND)
+        assert list(context.flashinfer_attention._kernels) == [
+            FlashInferKernel.FA2,
+            FlashInferKernel.FA3,
+        ]
+
+
+class TestRefusals:
+    """All of them come before the cache is allocated."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_allocated(self, make_context, monkeypatch):
+        def allocate(context):
+            raise AssertionError("tensors are allocated")
+
+        monkeypatch.setattr(DynamicInferenceContext, "initialize_all_tensors", allocate)
+
+    @pytest.fixture
+    def refused(self, make_context):
+        """The message with which a context is refused."""
+
+        def build(error, *args, **kwargs):
+            with pytest.raises(error) as raised:
+                make_context(*args, **kwargs)
+            return str(raised.value)
+
+        return build
+
+    @pytest.mark.parametrize("cached_latents", [False, True])
+    def test_latent_attention(self, refused, cached_latents):
+        model = MLATransformerConfig(
+            **{**MODEL, "num_query_groups": None},
+            multi_latent_attention=True,
+            cache_mla_latents=cached_latents,
+        )
+        assert refused(ValueError, model, block_size_tokens=64) == (
+            "FlashInfer attention does not do multi-latent attention: "
+            "set inference_attention_backend to flash."
+        )
+
+    @pytest.mark.parametrize("variant", ["gated_delta_net", "dsa"])
+    def test_experimental_variants(self, refused, variant):
+        model = TransformerConfig(**MODEL)
+        model.experimental_attention_variant = variant
+        assert refused(ValueError, model) == (
+            f"FlashInfer attention does not do {variant}: "
+            "set inference_attention_backend to flash."
+        )
+
+    def test_batch_invariant_mode(self, refused):
+        model = TransformerConfig(**MODEL)
+        model.batch_invariant_mode = True
+        assert refused(ValueError, model) == (
+            "FlashInfer attention is not batch-invariant: that mode ties training and inference to "
+            "one FlashAttention version: set inference_attention_backend to flash."
+        )
+
+    def test_no_device(self, refused, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        message = "FlashInfer attention needs a CUDA device, and there is none."
+        assert refused(ValueError) == message
+
+    def test_no_package(self, refused, monkeypatch):
+        def missing(name):
+            raise selection.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(selection.metadata, "version", missing)
+        assert refused(ImportError) == (
+            "FlashInfer attention needs FlashInfer: pip install 'flashinfer-python>=0.6.18'"
+        )
+
+    def test_what_no_kernel_computes(self, refused):
+        message = refused(ValueError, dict(kv_channels=80), flashinfer_kernel="fa2")
+        assert message == (
+            "FlashInfer has no kernel for decode here, as fa2 does not take head dim 80: "
+            "set another flashinfer_kernel."
+        )
+
+    def test_dtype_of_the_model(self, refused):
+        message = refused(ValueError, dict(params_dtype=torch.float32, bf16=False))
+        assert message == (
+            "FlashInfer attention computes in float16 or bfloat16, not torch.float32: "
+            "set params_dtype, or set inference_attention_backend to flash."
+        )
+
+
+def tensors_of(value, seen=None):
+    """Tensors that an object holds, directly or through others of this package or FlashInfer."""
+    seen = {} if seen is None else seen
+    if id(value) in seen or isinstance(value, type):
+        return seen.values()
+    if isinstance(value, torch.Tensor):
+        seen[id(value)] = value
+    elif isinstance(value, dict):
+        for item in value.values():
+            tensors_of(item, seen)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            tensors_of(item, seen)
+    elif "flashinfer" in type(value).__module__ and hasattr(value, "__dict__"):
+        tensors_of(vars(value), seen)
+    return seen.values()
+
+
+def allocated(context):
+    """Storages that `allocate` allocated, by address; without a GPU also those of the host."""
+    theirs = [context._cpu_bookkeeping_buf, context.gpu_view._buf]
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in theirs}
+    storages = {}
+    for tensor in tensors_of(context.flashinfer_attention._kernels):
+        storage = tensor.untyped_storage()
+        if (tensor.is_cuda or not HAVE_GPU) and storage.data_ptr() not in theirs:
+            storages[storage.data_ptr()] = storage
+    return storages
+
+
+@pytest.mark.parametrize("kernel", ["auto", "fa2"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_workspaces_of_a_large_engine(make_context, kernel, kv_heads):
+    """1024 requests of up to 131072 tokens, on two kinds of layers."""
+    model = dict(
+        num_attention_heads=64,
+        num_query_groups=kv_heads,
+        window_size=(4095, 0),
+        window_attn_skip_freq=[1, 0],
+    )
+    context = make_context(
+        model,
+        flashinfer_kernel=kernel,
+        max_requests=1024,
+        max_tokens=16384,
+        max_sequence_length=131072,
+        block_size_tokens=256,
+    )
+    total = sum(storage.nbytes() for storage in allocated(context).values())
+    assert 32 * MIB <= total <= 256 * MIB
+
+
+class Step:
+    """A step of the context, in a cache that is poisoned where no token is, and its attention.
+
+    Args:
+        context (DynamicInferenceContext): Ready for the step.
+    """
+
+    def __init__(self, context, layer_number=1) -> None:
+        self.context, self.layer_number = context, layer_number
+        active = slice(context.paused_request_count, context.total_request_count)
+        self.queries = context.request_query_lengths[active].tolist()
+        offsets = context.request_kv_length_offsets[active].tolist()
+        self.kvs = [query + offset for query, offset in zip(self.queries, offsets)]
+        self.blocks = context.request_to_kv_block_ids[active].tolist()
+        context.memory_buffer.fill_(NAN)
+        generator = torch.Generator(DEVICE).manual_seed(len(self.kvs))
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
+
+        caches = context.key_value_cache(layer_number)[:2]
+        for kv, row in zip(self.kvs, self.blocks):
+            for block in row[: -(-kv // context.block_size_tokens)]:
+                tokens = context.block_size_tokens
+                if block == row[(kv - 1) // context.block_size_tokens]:
+                    tokens = (kv - 1) % context.block_size_tokens + 1
+                for cache in caches:
+                    # Blocks that requests share are filled once.
+                    if cache[block, :tokens].isnan().any():
+                        cache[block, :tokens] = draw(tokens, KV_HEADS, HEAD_DIM)
+        self.query = draw(context.padded_active_token_count, 1, HEADS, HEAD_DIM)
+        self.caches = caches
+
+    def check(self, output=None):
+        """The attention is right, and finite in padding."""
+        if output is None:
+            output = self.context.flashinfer_attention.run(
+                self.query, *self.caches, self.layer_number
+            )
+        assert output.isfinite().all()
+        start = 0
+        for query_length, kv, row in zip(self.queries, self.kvs, self.blocks):
+            blocks = torch.tensor(row[: -(-kv // self.context.block_size_tokens)], device=DEVICE)
+            key, value = (
+                cache[blocks].flatten(0, 1)[:kv].float().repeat_interleave(HEADS // KV_HEADS, 1)
+                for cache in self.caches
+            )
+            query = self.query[start : start + query_length, 0].float()
+            scores = torch.einsum("qhd,khd->hqk", query, key) * HEAD_DIM**-0.5
+            position = torch.arange(kv - query_length, kv, device=DEVICE).unsqueeze(1)
+            hidden = torch.arange(kv, device=DEVICE) > position
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            expected = torch.einsum("hqk,khd->qhd", weights, value)
+            found = output[start : start + query_length].view_as(expected).float()
+            assert (found - expected).norm() <= 1e-2 * expected.norm()
+            start += query_length
+
+
+class TestSuspendAndResume:
+    @pytest.mark.parametrize("mode", KVCacheManagementMode)
+    @pytest.mark.parametrize("kernel", ["auto", "fa2"])
+    def test_works_again(self, make_context, mode, kernel):
+        context = make_context(kv_cache_management_mode=mode, flashinfer_kernel=kernel)
+        for turn in range(2):
+            if context.total_request_count == 0:
+                context.add_request(request(turn, 200))
+                context.add_request(request(turn + 10, 3))
+            context.initialize_attention_state()
+            Step(context).check()
+            generate(context)
+            context.initialize_attention_state()
+            Step(context).check()
+            context.deallocate_inference_state_buffers()
+            context.reinitialize_inference_state_buffers()
+        context.initialize_attention_state()
+
+    def test_recompute_frees_the_workspaces(self, make_context):
+        context = make_context(kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE)
+        largest = max(
+            (tensor for tensor in tensors_of(context.flashinfer_attention._kernels)),
+            key=lambda tensor: tensor.untyped_storage().nbytes(),
+        )
+        assert largest.untyped_storage().nbytes() >= 8 * MIB
+        largest = weakref.ref(largest)
+
+        context.deallocate_inference_state_buffers()
+        gc.collect()
+
+        assert largest() is None
+        assert context.flashinfer_attention._kernels == {}
+        context.reinitialize_inference_state_buffers()
+        assert allocated(context)
+
+    @pytest.mark.parametrize("mode", ["persist", "offload"])
+    def test_other_modes_keep_them(self, make_context, mode):
+        context = make_context(kv_cache_management_mode=KVCacheManagementMode(mode))
+        before = allocated(context)
+        context.deallocate_inference_state_buffers()
+        context.reinitialize_inference_state_buffers()
+        assert allocated(context).keys() == before.keys()
+
+    @pytest.mark.parametrize("mode", KVCacheManagementMode)
+    def test_cache_is_freed_all_the_same(self, make_context, mode):
+        """What the kernels keep holds no view of the cache."""
+        context = make_context(kv_cache_management_mode=mode)
+        context.add_request(request(0, 200))
+        context.initialize_attention_state()
+        Step(context).check()
+        cache = context.memory_buffer.untyped_storage()
+        kept = [tensor.untyped_storage() for tensor in tensors_of(context.flashinfer_attention)]
+        assert cache.data_ptr() not in [storage.data_ptr() for storage in kept]
+
+
+class TestLog:
+    @pytest.fixture
+    def lines(self, make_context, caplog):
+        """What is logged while a context is built."""
+
+        def build(*args, **kwargs):
+            caplog.clear()
+            with caplog.at_level(logging.INFO):
+                make_context(*args, **kwargs)
+            prefix = "FlashInfer attention: "
+            messages = [record.getMessage() for record in caplog.records]
+            return [line.removeprefix(prefix) for line in messages if line.startswith(prefix)]
+
+        return build
+
+    def test_kernels_and_reasons_are_told_once(self, hopper, lines):
+        version = selection.require_flashinfer()
+        expected = {
+            HEADS: f"decode xqa, prefill fa3, of version {version}",
+            64: "decode fa2, prefill fa3 (xqa does not take 32 query heads per KV head), "
+            f"of version {version}",
+        }
+        for heads, line in expected.items():
+            assert [
+                found for found in lines(dict(num_attention_heads=heads)) if "prefill" in found
+            ] == [line]
+
+    def test_kernels_are_built_with_progress(self, lines):
+        found = lines(flashinfer_kernel="fa2")
+        assert found[1] == "building its kernels; where they must be compiled, this takes minutes"
+        assert re.fullmatch(r"built in \d+\.\d s; workspaces and tables take \d+ MiB", found[2])
+        assert len(found) == 3
+
+    def test_steps_log_nothing(self, make_context, caplog):
+        context = make_context()
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            context.add_request(request(0, 5))
+            context.initialize_attention_state()
+        assert not [record for record in caplog.records if "FlashInfer" in record.getMessage()]
+
+
+class TestHooks:
+    """A step is planned before its bookkeeping is copied, and derived after, each once."""
+
+    @pytest.fixture
+    def context(self, make_context, monkeypatch):
+        context = make_context(num_cuda_graphs=4, cuda_graph_mixed_prefill_count=2)
+        attention = context.flashinfer_attention
+        plan, derive = attention.plan_step, attention.derive_step
+        context.calls = []
+
+        def copied():
+            return torch.equal(context.gpu_view._buf.cpu(), context._cpu_bookkeeping_buf)
+
+        def plan_step(*args):
+            context.calls.append(("plan", copied()))
+            plan(*args)
+
+        def derive_step():
+            torch.cuda.synchronize()
+            context.calls.append(("derive", copied()))
+            derive()
+
+        monkeypatch.setattr(attention, "plan_step", plan_step)
+        monkeypatch.setattr(attention, "derive_step", derive_step)
+        return context
+
+    def check(self, context, **options):
+        """Of a step, both hooks are called, in order."""
+        context.calls.clear()
+        context.gpu_view._buf.fill_(0xFF)
+        context.initialize_attention_state(**options)
+        assert context.calls == [("plan", False), ("derive", True)]
+
+    def test_prefill_decode_and_mixed(self, context):
+        context.add_request(request(0, 200))
+        self.check(context)
+        generate(context)
+        self.check(context)
+        generate(context)
+        context.add_request(request(1, 7))
+        self.check(context)
+
+    def test_published_later(self, context):
+        context.add_request(request(0, 200))
+        context.initialize_attention_state(transfer_bookkeeping_to_gpu=False)
+        assert context.calls == []
+        context.gpu_view._buf.fill_(0xFF)
+
+        assert context.transfer_bookkeeping_to_gpu(record_done_event=True) is not None
+
+        assert context.calls == [("plan", False), ("derive", True)]
+        Step(context).check()
+
+    def test_captures(self, context):
+        dimensions = context.cuda_graph_batch_dimensions_list
+        kinds = {(graph.prefill_req_count > 0, graph.decode_req_count > 0) for graph in dimensions}
+        assert kinds >= {(False, True), (True, True)}
+        for graph in dimensions:
+            self.check(context, construct_graph_dimensions=graph)
+            shape = context.flashinfer_attention._shape
+            assert (shape.num_requests, shape.padded_requests) == (graph.req_count,) * 2
+            assert shape.num_tokens == graph.token_count
+            assert shape.has_prefill is (graph.prefill_req_count > 0)
+            context.reset()
+
+    def test_expert_parallel_dummy(self, context):
+        self.check(context, is_expert_parallel_dummy_cuda_graph_step=True)
+        shape = context.flashinfer_attention._shape
+        assert (shape.num_requests, shape.has_prefill) == (1, False)
+        query = torch.zeros(
+            (shape.num_tokens, 1, HEADS, HEAD_DIM), dtype=torch.bfloat16, device=DEVICE
+        )
+        # The model appends before it attends, to the dummy block. The rest of it may be anything.
+        context.memory_buffer.fill_(NAN)
+        keys = torch.ones_like(query)[:, :, :KV_HEADS]
+        context.append_key_value_cache(1, keys, keys)
+        output = context.flashinfer_attention.run(query, *context.key_value_cache(1)[:2], 1)
+        assert output.isfinite().all()
+
+
+def rows_of(context):
+    """Query tokens, tokens in the cache and blocks of each request of the step, by plain Python."""
+    rows = []
+    for index in range(context.paused_request_count, context.total_request_count):
+        query = int(context.request_query_lengths[index])
+        kv = query + int(context.request_kv_length_offsets[index])
+        blocks = context.request_to_kv_block_ids[index, : -(-kv // BLOCK)].tolist()
+        assert min(blocks) >= 0
+        rows.append((query, kv, blocks))
+    return rows
+
+
+def check_page_table(kernel, shape, rows, tokens):
+    """Decode rows have their pages and lengths; all others something harmless."""
+    page = kernel._page_size
+    per_block = BLOCK // page
+    table, lengths = kernel._pages.table.tolist(), kernel._pages.lengths.tolist()
+    for row, (_, kv, blocks) in enumerate(rows[: shape.num_decode]):
+        pages = [block * per_block + part for block in blocks for part in range(per_block)]
+        assert table[row][: -(-kv // page)] == pages[: -(-kv // page)]
+        assert lengths[row] == kv
+    for row in range(shape.num_decode, shape.padded_requests):
+        assert lengths[row] == tokens
+        assert table[row][0] == (rows[row] if row < len(rows) else rows[0])[2][0] * per_block
+
+
+def check_work_list(kernel, shape, rows, max_blocks):
+    """Every tile and head of the rows that are not left to decode, and of the padding, once."""
+    tile = kernel._schedule.tile
+    starts = [sum(query for query, _, _ in rows[:row]) for row in range(len(rows) + 1)]
+    wanted = [
+        (row, starts[row], query, kv)
+        for row, (query, kv, _) in enumerate(rows)
+        if row >= shape.num_decode
+    ]
+    wanted.append((len(rows), starts[-1], shape.num_tokens - starts[-1], 0))
+    expected = sorted(
+        (number, start, row * max_blocks, query, kv, head, row)
+        for row, start, query, kv in wanted
+        for number in range(-(-query // tile))
+        for head in range(HEADS)
+    )
+    works = works_of(kernel._schedule)
+    assert sorted(tuple(work.values()) for cta in works for work in cta) == expected
+
+
+def check_plan(kernel, shape, rows):
+    """What FA2 plans with: rows behind another kernel's as they are, one for the padding."""
+    count = shape.padded_requests + 1
+    queries = [query for query, _, _ in rows] + [0] * (count - len(rows))
+    kvs = [kv for _, kv, _ in rows] + [0] * (count - len(rows))
+    queries[-1] = shape.num_tokens - sum(queries)
+    assert kernel._query_starts[: count + 1].tolist() == [
+        sum(queries[:row]) for row in range(count + 1)
+    ]
+    pages = [-(-kv // BLOCK) for kv in kvs]
+    assert kernel._page_starts[: count + 1].tolist() == [
+        sum(pages[:row]) for row in range(count + 1)
+    ]
+    blocks = [block for _, _, row in rows for block in row]
+    assert kernel._page_ids[: len(blocks)].tolist() == blocks
+    last = [kv - (number - 1) * BLOCK if number else 0 for kv, number in zip(kvs, pages)]
+    assert kernel._last_page_lengths[:count].tolist() == last
+
+
+def check_step(context, expected):
+    """Rows, extents, derived arrays and attention of a step, which is initialized first.
+
+    Args:
+        context (DynamicInferenceContext): The context, its requests added.
+        expected (list): Query tokens and tokens in the cache of each request, in order.
+    """
+    context.initialize_attention_state()
+    rows = rows_of(context)
+    assert [(query, kv) for query, kv, _ in rows] == expected
+    attention, padded = context.flashinfer_attention, context.padded_batch_dimensions
+    tokens = context.num_speculative_tokens + 1
+    decodes, prefills = context.num_decode_requests, context.num_prefill_requests
+    assert decodes + prefills == len(expected)
+    kernels = attention._kernels
+    splits = FlashInferKernel.FA2 not in kernels
+    slots = padded.decode_req_count if splits or not prefills else 0
+    shape = attention._shape
+    assert shape == StepShape(
+        num_decode=min(decodes, slots) if splits else 0,
+        num_requests=len(expected),
+        decode_slots=slots,
+        padded_requests=padded.prefill_req_count + padded.decode_req_count,
+        num_tokens=padded.token_count,
+        has_prefill=prefills > 0,
+    )
+    for kernel in kernels.values():
+        if isinstance(kernel, Xqa) and slots:
+            check_page_table(kernel, shape, rows, tokens)
+        if isinstance(kernel, Fa3) and prefills:
+            check_work_list(kernel, shape, rows, context.max_kv_block_count)
+        if isinstance(kernel, Fa2):
+            check_plan(kernel, shape, rows)
+    for layer in (1, 2):
+        Step(context, layer).check()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "fa2"])
+class TestSteps:
+    """Steps as an engine makes them."""
+
+    def test_prefill_then_decode(self, make_context, kernel):
+        context = make_context(flashinfer_kernel=kernel)
+        for request_id, length in enumerate([5, 126, 300]):
+            context.add_request(request(request_id, length))
+        check_step(context, [(5, 5), (126, 126), (300, 300)])
+        generate(context)
+        check_step(context, [(1, 6), (1, 127), (1, 301)])
+        generate(context)
+        check_step(context, [(1, 7), (1, 128), (1, 302)])
+        # The second has filled its block and comes first when it has got another.
+        generate(context)
+        check_step(context, [(1, 129), (1, 8), (1, 303)])
+
+    def test_mixed(self, make_context, kernel):
+        context = make_context(flashinfer_kernel=kernel)
+        context.add_request(request(0, 200))
+        context.add_request(request(1, 9))
+        context.initialize_attention_state()
+        generate(context)
+        context.add_request(request(2, 130))
+        context.add_request(request(3, 1))
+        check_step(context, [(1, 201), (1, 10), (130, 130), (1, 1)])
+
+    def test_finished_requests_are_replaced(self, make_context, kernel):
+        context = make_context(flashinfer_kernel=kernel)
+        for request_id, length in enumerate([140, 20, 60]):
+            context.add_request(request(request_id, length))
+        context.initialize_attention_state()
+        generate(context, finished=[0])
+        check_step(context, [(1, 61), (1, 21)])
+        generate(context, finished=[1, 2])
+        context.add_request(request(3, 33))
+        check_step(context, [(33, 33)])
+
+    def test_padded_to_graphs(self, make_context, kernel):
+        context = make_context(
+            flashinfer_kernel=kernel, num_cuda_graphs=4, cuda_graph_mixed_prefill_count=2
+        )
+        context.add_request(request(0, 70))
+        check_step(context, [(70, 70)])
+        assert context.using_cuda_graph_this_step()
+        generate(context)
+        for request_id, length in ((1, 9), (2, 140)):
+            context.add_request(request(request_id, length))
+        check_step(context, [(1, 71), (9, 9), (140, 140)])
+        assert context.using_cuda_graph_this_step()
+        generate(context)
+        check_step(context, [(1, 72), (1, 10), (1, 141)])
+        assert context.using_cuda_graph_this_step()
+        assert context.flashinfer_attention._shape.padded_requests > 3
+
+    def test_slots_of_a_graph_count_requests(self, hopper, make_context, kernel):
+        """More decode requests than a graph has decode slots lie in those of prefill."""
+        context = make_context(flashinfer_kernel=kernel, num_cuda_graphs=1)
+        graph = type(context.padded_batch_dimensions)(64, 4, 2)
+        context.cuda_graph_batch_dimensions_list = [graph]
+        for request_id, length in enumerate([5, 6, 7]):
+            context.add_request(request(request_id, length))
+        context.initialize_attention_state()
+        generate(context)
+        context.add_request(request(3, 40))
+        check_step(context, [(1, 6), (1, 7), (1, 8), (40, 40)])
+        assert context.padded_batch_dimensions == graph
+        if kernel == "auto":
+            assert context.flashinfer_attention._shape.num_decode == 2
+
+    def test_prefix_hit(self, make_context, kernel):
+        context = make_context(flashinfer_kernel=kernel, enable_prefix_caching=True)
+        options = dict(block_size_tokens=BLOCK, enable_prefix_caching=True)
+        context.add_request(request(0, 300, **options))
+        check_step(context, [(300, 300)])
+        generate(context)
+        context.add_request(request(1, 310, **options))
+        check_step(context, [(1, 301), (310 - 2 * BLOCK, 310)])
+        (_, _, first), (_, _, second) = rows_of(context)
+        assert first[:2] == second[:2] and first[2] != second[2]
+
+    def test_chunks(self, make_context, kernel):
+        context = make_context(flashinfer_kernel=kernel, enable_chunked_prefill=True)
+        context.add_request(request(0, 10))
+        context.initialize_attention_state()
+        generate(context)
+        chunked = request(1, 400)
+        context.add_request(chunked, prefill_chunk_length=150)
+        context.chunked_prefill_request_id = 1
+        chunked.remaining_prompt_tokens = chunked.remaining_prompt_tokens[150:]
+        chunked.finished_chunk_token_count = 150
+        check_step(context, [(1, 11), (150, 150)])
+        generate(context)
+        context.chunked_prefill_request_id = -1
+        context.add_request(chunked)
+        check_step(context, [(1, 12), (250, 400)])
+        generate(context)
+        check_step(context, [(1, 13), (1, 401)])
+
+    def test_paused_requests_are_no_rows(self, make_context, kernel):
+        # Two blocks for active requests, two for paused ones, and the dummy block.
+        context = make_context(
+            flashinfer_kernel=kernel,
+            buffer_size_gb=5.5 * BLOCK_GB,
+            paused_buffer_size_gb=2.5 * BLOCK_GB,
+        )
+        for request_id, length in ((0, BLOCK), (1, 40)):
+            context.add_request(request(request_id, length))
+        check_step(context, [(BLOCK, BLOCK), (40, 40)])
+        generate(context)
+        assert context.paused_request_count == 1
+        check_step(context, [(1, 41)])
+
+    @pytest.mark.parametrize("speculative", [1, 3])
+    def test_speculative_tokens(self, make_context, kernel, speculative):
+        context = make_context(flashinfer_kernel=kernel, num_speculative_tokens=speculative)
+        context.add_request(request(0, 100))
+        context.add_request(request(1, 20))
+        check_step(context, [(100, 100), (20, 20)])
+        drafts = torch.ones((speculative, 2), dtype=torch.long)
+        context.update_requests(torch.tensor([1, 1]), torch.tensor([1, 1]), drafts)
+        tokens = speculative + 1
+        check_step(context, [(tokens, 100 + tokens), (tokens, 20 + tokens)])
+
+
+class NoProjection(torch.nn.Module):
+    """An output projection that changes nothing and has no bias."""
+
+    def forward(self, hidden):
+        """What is given, and no bias."""
+        return hidden, None
+
+
+class Bare(Attention):
+    """`Attention.forward` with queries, keys and values that are given.
+
+    Args:
+        projected (tuple): Query, key and value.
+        sinks (Optional[Tensor]): What the layer has of them.
+    """
+
+    def __init__(self, config, projected, sinks=None, layer_number=2):
+        torch.nn.Module.__init__(self)
+        self.config, self.projected, self.sinks = config, projected, sinks
+        self.layer_number = layer_number
+        self.attention_type = "self"
+        self.attn_mask_type = self.q_layernorm = self.k_layernorm = None
+        self.checkpoint_core_attention = False
+        self.offload_qkv_linear = self.offload_core_attention = self.offload_attn_proj = False
+        self.core_attention = SimpleNamespace(softmax_offset=sinks)
+        self.linear_proj = NoProjection()
+        self.eval()
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        """What was given."""
+        return self.projected
+
+    def _get_pp_layer_offset_for_inference(self):
+        return 0
+
+
+class TestLayer:
+    @pytest.fixture(autouse=True)
+    def without_flash_attention(self, monkeypatch):
+        """Nothing of FlashAttention is needed."""
+        monkeypatch.setattr(attention_module, "HAVE_FA3", False)
+        monkeypatch.setattr(attention_module, "HAVE_FA4", False)
+        monkeypatch.setattr(attention_module, "is_fa_min_version", lambda version: False)
+
+    @pytest.fixture
+    def context(self, make_context):
+        context = make_context()
+        context.add_request(request(0, 150))
+        context.initialize_attention_state()
+        generate(context)
+        context.add_request(request(1, 30))
+        context.initialize_attention_state()
+        return context
+
+    def layer(self, step, **options):
+        """A layer that projects to a step's queries, and keys and values that it appends anew."""
+        context = step.context
+        tokens = context.padded_active_token_count
+        rows = [torch.zeros(tokens, 1, KV_HEADS, HEAD_DIM, device=DEVICE) for _ in range(2)]
+        start = 0
+        for query, kv, blocks in zip(step.queries, step.kvs, step.blocks):
+            for position in range(kv - query, kv):
+                place = blocks[position // BLOCK], position % BLOCK
+                for row, cache in zip(rows, step.caches):
+                    row[start, 0] = cache[place]
+                    cache[place] = NAN
+                start += 1
+        config = TransformerConfig(**MODEL, **options.pop("config", {}))
+        projected = step.query, *(row.bfloat16() for row in rows)
+        return Bare(config, projected, layer_number=step.layer_number, **options)
+
+    def forward(self, layer, context):
+        """The layer's output, `(tokens, 1, heads * head_dim)`."""
+        hidden = torch.zeros(context.padded_active_token_count, 1, 64, device=DEVICE)
+        output, bias = layer(hidden, None, inference_context=context)
+        assert bias is None
+        assert output.shape == (*hidden.shape[:2], HEADS * HEAD_DIM)
+        return output
+
+    @pytest.mark.parametrize("layer_number", [1, 2])
+    def test_appends_and_attends(self, context, layer_number):
+        step = Step(context, layer_number)
+        step.check(self.forward(self.layer(step), context))
+
+    @pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+    def test_hands_over(self, context, monkeypatch, softmax_type):
+        step = Step(context, 2)
+        sinks = torch.linspace(-1, 1, HEADS, device=DEVICE)
+        config = dict(softmax_type=softmax_type)
+        layer = self.layer(step, sinks=sinks, config=config)
+        given = []
+
+        def run(query, keys, values, layer_number, sinks):
+            given.append((query, keys, values, layer_number, sinks))
+            return query
+
+        monkeypatch.setattr(context.flashinfer_attention, "run", run)
+        output = self.forward(layer, context)
+
+        ((query, keys, values, layer_number, handed),) = given
+        assert torch.equal(query, step.query)
+        for cache, expected in zip((keys, values), step.caches):
+            assert cache.data_ptr() == expected.data_ptr() and cache.shape == expected.shape
+        assert layer_number == 2
+        assert handed is None if softmax_type == "vanilla" else torch.equal(handed, sinks)
+        assert torch.equal(output, step.query.flatten(2))
+
+    @pytest.mark.parametrize("quantized", [False, True])
+    def test_padding_is_zero_where_amax_is_taken(self, context, monkeypatch, quantized):
+        monkeypatch.setattr(
+            attention_module, "is_using_quantization_scales", lambda config: quantized
+        )
+        layer = self.layer(Step(context, 1))
+        ones = torch.ones_like(layer.projected[0])
+        monkeypatch.setattr(context.flashinfer_attention, "run", lambda *args: ones)
+        output = self.forward(layer, context)
+        real = context.active_token_count
+        assert real < output.size(0)
+        assert (output[:real] == 1).all()
+        assert (output[real:] == (0 if quantized else 1)).all()
+
+    def test_flash_attention_is_still_asked_for_otherwise(self, make_context):
+        context = make_context(inference_attention_backend="flash")
+        with pytest.raises(AssertionError, match="required for dynamic batching"):
+            Bare(TransformerConfig(**MODEL), None)(None, None, inference_context=context)

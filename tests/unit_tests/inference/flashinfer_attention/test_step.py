@@ -1,0 +1,178 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+"""Page tables and prefill schedules that are derived on the device, against plain Python."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.inference.flashinfer_attention.step import PageTable, PrefillSchedule, StepShape
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_BLOCKS = 5
+
+
+def on_device(values, length=None) -> torch.Tensor:
+    """Numbers as an int32 array, filled up with what no kernel should use."""
+    values = list(values) + [-(2**31)] * ((length or len(values)) - len(values))
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+class TestPageTable:
+    @pytest.mark.parametrize("pages_per_block", [1, 2, 4, 16])
+    @pytest.mark.parametrize("tokens_per_decode", [1, 3])
+    def test_decode_and_padding_rows(self, pages_per_block, tokens_per_decode):
+        table = PageTable(8, MAX_BLOCKS, pages_per_block, tokens_per_decode, DEVICE)
+        blocks = torch.full((8, MAX_BLOCKS), -1, dtype=torch.int32)
+        blocks[0, :2] = torch.tensor([7, 3])
+        blocks[1, :3] = torch.tensor([0, 9, 4])
+        lengths = [33, 60, 17, 0, 0, 0, 0, 0]
+        blocks[2, :1] = 6
+        shape = StepShape(
+            num_decode=2,
+            num_requests=3,
+            decode_slots=5,
+            padded_requests=5,
+            num_tokens=40,
+            has_prefill=True,
+        )
+        untouched = table.table[5:].clone()
+        table.derive(shape, blocks.to(DEVICE), on_device(lengths))
+
+        first = [0, 1, 2, 0, 0]  # padding rows have the pages of the first request
+        for row, source in enumerate(first):
+            expected = [
+                max(block, 0) * pages_per_block + page
+                for block in blocks[source].tolist()
+                for page in range(pages_per_block)
+            ]
+            assert table.table[row].tolist() == expected
+        assert table.lengths[:5].tolist() == [33, 60] + 3 * [tokens_per_decode]
+        assert torch.equal(table.table[5:], untouched)
+
+    def test_no_request(self):
+        table = PageTable(4, MAX_BLOCKS, 2, 1, DEVICE)
+        blocks = torch.full((4, MAX_BLOCKS), -1, dtype=torch.int32, device=DEVICE)
+        shape = StepShape(
+            num_decode=0,
+            num_requests=0,
+            decode_slots=2,
+            padded_requests=2,
+            num_tokens=2,
+            has_prefill=False,
+        )
+        table.derive(shape, blocks, on_device([0] * 4))
+        assert table.lengths[:2].tolist() == [1, 1]
+        assert table.table.min() >= 0
+
+
+def works_of(schedule: PrefillSchedule) -> list[list[dict[str, int]]]:
+    """The works of each CTA, read as the kernel reads them."""
+    names = ["tile", "start", "page", "query", "kv", "head", "first", "request", "shared"]
+    offsets = dict(zip(names, schedule.plan_info))
+    assert offsets.pop("shared") == 0
+    assert all(offset % 16 == 0 for offset in offsets.values())
+    works = schedule.works.tolist()
+    first = offsets.pop("first") // 4
+    ends = works[first : first + schedule.num_ctas + 1]
+    assert ends[0] == 0
+    return [
+        [
+            {name: works[offset // 4 + work] for name, offset in offsets.items()}
+            for work in range(begin, end)
+        ]
+        for begin, end in zip(ends, ends[1:])
+    ]
+
+
+def random_step(generator: torch.Generator, max_requests: int, max_tokens: int):
+    """Lengths of a step: decode rows of one token each, then prefill rows."""
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    decode, prefill = number(0, max_requests // 2), number(0, max_requests // 2)
+    queries = [1] * decode
+    for _ in range(prefill):
+        room = max_tokens - sum(queries) - (prefill + decode - len(queries) - 1)
+        queries.append(number(1, max(1, room // 2)))
+    kvs = [query + number(0, 1) * number(0, 900) for query in queries]
+    shape = StepShape(
+        num_decode=number(0, decode),
+        num_requests=decode + prefill,
+        decode_slots=0,
+        padded_requests=number(decode + prefill, max_requests),
+        num_tokens=number(sum(queries), max_tokens),
+        has_prefill=True,
+    )
+    return shape, queries, kvs
+
+
+class TestPrefillSchedule:
+    @pytest.fixture(params=[1, 6, 132])
+    def num_ctas(self, request):
+        """Multiprocessors of the GPU, for which the list is made."""
+        return request.param
+
+    @pytest.mark.parametrize("head_dim, heads", [(128, 3), (64, 4), (256, 1)])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_every_tile_of_every_head_once(self, head_dim, heads, seed, num_ctas):
+        generator = torch.Generator().manual_seed(seed)
+        schedule = PrefillSchedule(12, 1500, MAX_BLOCKS, heads, head_dim, num_ctas, DEVICE)
+        tile = schedule.tile_tokens(head_dim)
+        for _ in range(2):
+            shape, queries, kvs = random_step(generator, 12, 1500)
+            starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
+            schedule.derive(
+                shape, on_device(starts, 13), on_device(queries, 12), on_device(kvs, 12)
+            )
+            padding = shape.num_tokens - sum(queries)
+            rows = [
+                (row, starts[row], queries[row], kvs[row])
+                for row in range(shape.num_decode, shape.num_requests)
+            ] + [(shape.num_requests, starts[-1], padding, 0)]
+            expected = sorted(
+                (number, start, row * MAX_BLOCKS, query, kv, head, row)
+                for row, start, query, kv in rows
+                for number in range(-(-query // tile))
+                for head in range(heads)
+            )
+            ctas = works_of(schedule)
+            found = sorted(tuple(work.values()) for works in ctas for work in works)
+            assert found == expected
+
+            # Dealt out evenly, and every CTA starts with its longest work.
+            counts = [len(works) for works in ctas]
+            assert max(counts) - min(counts) <= 1
+            for works in ctas:
+                keys = [
+                    min(work["kv"] - work["query"] + (work["tile"] + 1) * tile, work["kv"])
+                    for work in works
+                ]
+                assert keys == sorted(keys, reverse=True)
+
+    def test_load_is_balanced(self, num_ctas):
+        schedule = PrefillSchedule(12, 4096, MAX_BLOCKS, 8, 128, num_ctas, DEVICE)
+        queries = [2048, 1024, 512, 256, 128]
+        starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
+        shape = StepShape(0, 5, 0, 5, sum(queries), True)
+        schedule.derive(
+            shape, on_device(starts, 13), on_device(queries, 12), on_device(queries, 12)
+        )
+        loads = [
+            sum(min((work["tile"] + 1) * 128, work["kv"]) for work in works)
+            for works in works_of(schedule)
+        ]
+        longest = 2048
+        assert max(loads) - min(loads) <= longest
+
+    def test_nothing_to_do(self, num_ctas):
+        schedule = PrefillSchedule(12, 256, MAX_BLOCKS, 4, 128, num_ctas, DEVICE)
+        schedule.derive(
+            StepShape(3, 3, 3, 4, 3, True),
+            on_device([0, 1, 2, 3], 13),
+            on_device([1, 1, 1], 12),
+            on_device([9, 9, 9], 12),
+        )
+        assert not any(works_of(schedule))
