@@ -11,10 +11,7 @@ nothing and writes stage1.md anew from the stage1.json in the folder.
 """
 
 import argparse
-import datetime
-import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,38 +19,13 @@ from typing import Any
 import torch
 
 import append
+import environment
 import steps
 
 MAX_RATIO = 1.01
 MIN_OF_COPY = 0.85
 LARGE_APPEND_TOKENS = 16384
 APPEND_HEAD = ["shape", "tokens", "stage 1 µs", "base µs", "ratio", "TB/s", "of copy"]
-
-
-def environment() -> dict[str, str]:
-    """What the figures were measured on."""
-    from importlib import metadata
-
-    import triton
-
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    flash = {
-        name: metadata.version(name)
-        for name in ("flash-attn", "flash-attn-3", "flash-attn-4")
-        if any(found.name == name for found in metadata.distributions())
-    }
-    if "flash-attn" in flash and importlib.util.find_spec("flash_attn_2_cuda") is None:
-        flash["flash-attn"] += ", in name only"  # Megatron asks for its version, whoever attends
-    return {
-        "date": datetime.date.today().isoformat(),
-        "GPU": torch.cuda.get_device_name(),
-        "driver": driver,
-        "CUDA": torch.version.cuda or "",
-        "torch": torch.__version__,
-        "Triton": triton.__version__,
-        **flash,
-    }
 
 
 def misses(appends: list[dict[str, Any]], steps_: list[dict[str, Any]]) -> list[str]:
@@ -74,12 +46,6 @@ def misses(appends: list[dict[str, Any]], steps_: list[dict[str, Any]]) -> list[
 def unclear(steps_: list[dict[str, Any]]) -> int:
     """How many cases' trees differ by no more than the base's own processes do."""
     return sum(max(row["ratio"], 1 / row["ratio"]) - 1 <= row["spread"] for row in steps_)
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -117,7 +83,7 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
             "",
-            *table(list(result["environment"]), [list(result["environment"].values())]),
+            *environment.table(list(result["environment"]), [list(result["environment"].values())]),
             *("\n" + note for note in result.get("notes", [])),
             "",
             "## Append",
@@ -126,7 +92,7 @@ def markdown(result: dict[str, Any]) -> str:
             "than the L2 cache. A byte read and a byte written both count, in the copy as well.",
             "`ratio` is stage 1 over base.",
             "",
-            *table(APPEND_HEAD, appends),
+            *environment.table(APPEND_HEAD, appends),
             "",
             "## Engine steps",
             "",
@@ -141,7 +107,7 @@ def markdown(result: dict[str, Any]) -> str:
             " more than `spread`: there no difference was",
             "found, which is not to say that there is none of 1%.",
             "",
-            *table(["case", "base", "stage 1", "ratio", "spread"], step_rows),
+            *environment.table(["case", "base", "stage 1", "ratio", "spread"], step_rows),
             "",
             "## Goals",
             "",
@@ -170,7 +136,7 @@ def main() -> int:
         appends = append.run(args.base, args.stage1)
         step_rows = steps.run(args.base, args.stage1)
         result = {
-            "environment": environment(),
+            "environment": environment.versions(),
             "append": appends,
             "steps": step_rows,
             "missed": misses(appends, step_rows),

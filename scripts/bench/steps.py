@@ -6,6 +6,7 @@ from one synchronisation of the device to the next.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +32,13 @@ PREFILLS = ((1, 2048), (8, 512), (2, 8192))
 VOCABULARY = 32000
 
 
-def build_engine(graphs: bool) -> Any:
-    """An engine on a model of an 8B's layer shape: 32 query heads, 8 KV heads, head dim 128."""
+def build_engine(graphs: bool, **inference: Any) -> Any:
+    """An engine on a model of an 8B's layer shape: 32 query heads, 8 KV heads, head dim 128.
+
+    Args:
+        graphs: Capture and replay CUDA graphs.
+        inference: Fields of `InferenceConfig` to add or change.
+    """
     import torch
 
     from megatron.core.inference.config import InferenceConfig
@@ -70,11 +77,14 @@ def build_engine(graphs: bool) -> Any:
     context = DynamicInferenceContext(
         config,
         InferenceConfig(
-            max_sequence_length=16384,
-            buffer_size_gb=16,
-            max_requests=256,
-            max_tokens=16384,
-            num_cuda_graphs=16 if graphs else None,
+            **{
+                "max_sequence_length": 16384,
+                "buffer_size_gb": 16,
+                "max_requests": 256,
+                "max_tokens": 16384,
+                "num_cuda_graphs": 16 if graphs else None,
+                **inference,
+            }
         ),
     )
     wrapper = GPTInferenceWrapper(model, context)
@@ -134,15 +144,12 @@ def drain(engine: Any) -> None:
         engine.step_modern()
 
 
-def worker(out: Path) -> None:
-    """Time every case in this process, on the tree that PYTHONPATH names."""
-    import itertools
-
-    import torch
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """What Megatron needs of a process before a model is built."""
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import attention
 
     if getattr(attention, "HAVE_FA4", False):
@@ -153,9 +160,31 @@ def worker(out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
-        torch.manual_seed(1)
-        results: dict[str, float] = {}
+        seed()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def seed() -> None:
+    """Make the next model's weights those of the last."""
+    import torch
+
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+    torch.manual_seed(1)
+
+
+def worker(out: Path) -> None:
+    """Time every case in this process, on the tree that PYTHONPATH names."""
+    import itertools
+
+    import torch
+
+    results: dict[str, float] = {}
+    with one_rank():
         for graphs in (False, True):
             mode = "graphs" if graphs else "eager"
             with torch.inference_mode():
@@ -186,7 +215,6 @@ def worker(out: Path) -> None:
                         results[case] = fast(samples[2:])
                 del engine
                 torch.cuda.empty_cache()
-        dist.destroy_process_group()
     out.write_text(json.dumps(results))
 
 

@@ -234,19 +234,6 @@ def prefill_taken_for_decode(model: Model) -> Iterator[None]:
 
 
 @contextmanager
-def padding_without_keys(model: Model) -> Iterator[None]:
-    """Padding rows of the decode kernel have no keys."""
-    del model
-
-    def derive(self: Any, shape: Any, *args: Any) -> None:
-        _derive_pages(self, shape, *args)
-        self.lengths[shape.num_requests :] = 0
-
-    with _replaced(step.PageTable, 'derive', derive):
-        yield
-
-
-@contextmanager
 def padding_left_out(model: Model) -> Iterator[None]:
     """The prefill kernel leaves padding tokens as they are."""
     del model
@@ -288,7 +275,6 @@ FAULTS: dict[str, Fault] = {
         sinks_twice,
         decode_slots_off_by_one,
         prefill_taken_for_decode,
-        padding_without_keys,
         padding_left_out,
         scale_ignored,
     )

@@ -146,6 +146,8 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
 
         def after_forward(module: Any, inputs: Any, output: Tensor) -> None:
             del module, inputs
+            if context.is_creating_cuda_graphs:  # again, after a suspension
+                return
             by_graph = context.using_cuda_graph_this_step()
             counters['graph_steps'] += by_graph
             counters['graph_prefills'] += by_graph and not context.is_decode_only()

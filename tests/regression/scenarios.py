@@ -476,7 +476,6 @@ FLASHINFER_FAULTS = {
     'sinks_twice': ('window-sinks-chunked-wide-flashinfer',),
     'decode_slots_off_by_one': ('gqa-blocks-16-wide-flashinfer', 'arrivals-wide-flashinfer'),
     'prefill_taken_for_decode': ('arrivals-wide-flashinfer',),
-    'padding_without_keys': ('gqa-blocks-16-wide-flashinfer',),
     'padding_left_out': ('chunked-prefill-arrivals-wide-flashinfer',),
     'scale_ignored': ('gqa-blocks-16-wide-flashinfer', 'async-wide-fa2'),
 }
@@ -500,6 +499,9 @@ def traces(device: str, seed: int) -> Twins:
     # Where memory runs out, upstream's allocator may fail to evict cached blocks from under chunks,
     # and with drafts and chunks keys may be read that were never written; by flash, too.
     roomy = {**crowded, 'prefix_caching_eviction_policy': 'lru', 'buffer_size_gb': 32 * MIB}
+    # A mixed graph with fewer decode slots than there are decode requests has too few rows of
+    # logits for their drafts; by flash, too.
+    drafting = {**roomy, 'use_cuda_graphs_for_non_decode_steps': False}
     random = Scenario(
         'random',
         {'num_query_groups': 2},
@@ -527,7 +529,7 @@ def traces(device: str, seed: int) -> Twins:
                 random,
                 name='random-speculation',
                 model=speculation.model,
-                inference={**roomy, **speculation.inference},
+                inference={**drafting, **speculation.inference},
                 right_drafts=speculation.right_drafts,
             ),
         ),

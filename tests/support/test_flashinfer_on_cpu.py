@@ -510,7 +510,7 @@ def test_a_row_that_is_written_twice_is_noticed(planned: tuple[Any, Batch]) -> N
     wrapper, batch = planned
     found = read_works(wrapper)
     write_works(wrapper, [*found, found[3]])
-    with pytest.raises(RuntimeError, match='another work writes'):
+    with pytest.raises(ValueError, match='another work writes'):
         wrapper.run(batch.query, batch.cache)
 
 

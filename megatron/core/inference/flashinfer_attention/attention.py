@@ -63,11 +63,13 @@ class FlashInferAttention:
         )
         self._selection = select(self._problem, inference_config.flashinfer_kernel)
         self._tokens_per_decode = context.num_speculative_tokens + 1
-        # An eager step is padded to a multiple beyond the limit.
-        self._max_tokens = context.round_up_tokens(context.max_tokens)
+        self._max_tokens = context.max_tokens
+        self._window_size = model_config.window_size
+        self._window_attn_skip_freq = model_config.window_attn_skip_freq
         self._layers = {
-            number: self._layer(model_config, number)
-            for number in range(1, model_config.num_layers + 1)
+            windowed: self._layer(model_config, windowed)
+            for windowed in (True, False)
+            if self._may_be(windowed)
         }
         self._kernels: Dict[FlashInferKernel, Any] = {}
         self._shape: Optional[StepShape] = None
@@ -86,10 +88,13 @@ class FlashInferAttention:
                 f"inference to one FlashAttention version: {instead}."
             )
 
-    def _layer(self, model_config: TransformerConfig, number: int) -> Layer:
-        windowed = is_layer_window_attention(
-            model_config.window_size, model_config.window_attn_skip_freq, number
-        )
+    def _may_be(self, windowed: bool) -> bool:
+        """Whether layers with a window, or without, may be in the model."""
+        if self._window_size is None:
+            return not windowed
+        return windowed or self._window_attn_skip_freq is not None
+
+    def _layer(self, model_config: TransformerConfig, windowed: bool) -> Layer:
         scale = model_config.softmax_scale
         return Layer(
             window_left=model_config.window_size[0] if windowed else -1,
@@ -108,7 +113,7 @@ class FlashInferAttention:
         view = context.gpu_view
         setup = Setup(
             problem=self._problem,
-            layers=tuple(dict.fromkeys(self._layers.values())),
+            layers=tuple(self._layers.values()),
             books=Bookkeeping(
                 block_table=view.mha_block_table,
                 query_lengths=view.mha_query_lengths,
@@ -157,6 +162,8 @@ class FlashInferAttention:
             kernel.derive(shape)
         for layer in setup.layers:
             self._attend(Call(query, keys, values, torch.empty_like(query), layer, shape))
+        # What fails, fails here. And the host's copies are free for the first step's plan.
+        torch.cuda.synchronize()
 
     def release(self) -> None:
         """Free what `allocate` allocated, until it is called again."""
@@ -174,6 +181,9 @@ class FlashInferAttention:
         # them. The prefill kernel, which comes second, takes all but real decodes in decode slots.
         split = KERNELS[self._selection.decode].SPLITS_STEPS
         slots = padded.decode_req_count if decode_only or split else 0
+        if split and not context.using_cuda_graph_this_step():
+            # Padding rows would keep the decode kernel from splitting keys over the whole GPU.
+            slots = min(slots, context.num_decode_requests)
         self._shape = StepShape(
             num_decode=min(context.num_decode_requests, slots) if split else 0,
             num_requests=context.total_request_count - context.paused_request_count,
@@ -224,7 +234,10 @@ class FlashInferAttention:
         assert self._shape is not None
         query = query.squeeze(1).contiguous()
         output = torch.empty_like(query)
-        layer = self._layers[layer_number]
+        windowed = is_layer_window_attention(
+            self._window_size, self._window_attn_skip_freq, layer_number
+        )
+        layer = self._layers[windowed]
         self._attend(Call(query, key_cache, value_cache, output, layer, self._shape, sinks))
         return output.unsqueeze(1)
 
@@ -233,3 +246,7 @@ class FlashInferAttention:
             self._kernels[self._selection.decode].decode(call)
         if call.shape.has_prefill:
             self._kernels[self._selection.prefill].prefill(call)
+        else:
+            padding = call.output[call.shape.decode_slots * self._tokens_per_decode :]
+            if padding.numel():
+                padding.zero_()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
 import torch
+import triton  # type: ignore
 from torch import Tensor
 
 from megatron.core.inference.config import FlashInferKernel
@@ -63,7 +64,7 @@ class Setup:
 
     Args:
         problem: Heads, dims, dtype and blocks.
-        layers: Kinds of layers in this partition.
+        layers: Kinds of layers of the model.
         books: The context's arrays.
         max_tokens: Most query tokens of a step, padding included.
         tokens_per_decode: Query tokens of a decode request.
@@ -151,10 +152,8 @@ class Xqa(DecodeKernel):
     """Decode on Hopper with no plan: a page table and lengths are all that it reads."""
 
     # FlashInfer sets 8 MiB aside for semaphores. They must start as zeros, and nobody else may
-    # write them. Partial results are kept only where a request's keys are split over idle
-    # multiprocessors, each of which then has one tile.
+    # write them.
     SEMAPHORE_BYTES = 8 * MIB
-    SCRATCH_BYTES = 24 * MIB
 
     def __init__(self, setup: Setup) -> None:
         from flashinfer.xqa import xqa  # type: ignore
@@ -175,11 +174,28 @@ class Xqa(DecodeKernel):
         )
         semaphores = torch.zeros(self.SEMAPHORE_BYTES // 4, dtype=torch.int32, device=setup.device)
         self._semaphores = semaphores.view(torch.uint32)
-        self._scratch = torch.empty(self.SCRATCH_BYTES, dtype=torch.uint8, device=setup.device)
+        self._scratch = torch.empty(
+            self._scratch_bytes(setup), dtype=torch.uint8, device=setup.device
+        )
         self._mask: Optional[Tensor] = None
         if self._tokens > 1:
             mask = _causal_bits(self._tokens).to(setup.device)
             self._mask = mask.expand(setup.max_requests, -1, -1).contiguous()
+
+    @staticmethod
+    def _scratch_bytes(setup: Setup) -> int:
+        """What the kernel keeps where it splits the keys of few requests over the GPU.
+
+        It then launches at most one CTA per multiprocessor for each tile of 32 query rows. A CTA
+        keeps a tile's output in the dtype of the queries, head dims of 64, 128 or 256, and two
+        numbers for each row.
+        """
+        problem = setup.problem
+        properties = torch.cuda.get_device_properties(setup.device)
+        tiles = math.ceil(setup.tokens_per_decode * problem.ratio / 32)
+        row = 2 * triton.next_power_of_2(max(problem.head_dim, 64)) + 16
+        alignment = 1024
+        return properties.multi_processor_count * tiles * 32 * row + alignment
 
     def derive(self, shape: StepShape) -> None:
         """Derive page table and lengths."""
@@ -227,24 +243,33 @@ class _Wrapped(PrefillKernel):
 
     KERNEL: FlashInferKernel
     WORKSPACE_BYTES: int
+    # Attributes of the wrapper that are no part of its interface, and are set here.
+    ATTRIBUTES: Tuple[str, ...]
 
-    def __init__(self, setup: Setup) -> None:
+    _first_token: Optional[Tensor] = None  # from which on the output is this kernel's; None: all
+
+    def __init__(self, setup: Setup, **wrapper_arguments: Any) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore
 
         self._setup = setup
-        self._first_token = torch.zeros(1, dtype=torch.int32, device=setup.device)
         workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
-        arguments = self._wrapper_arguments()
         self._wrappers = {
             layer: BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "NHD", backend=self.KERNEL.value, **arguments
+                workspace, "NHD", backend=self.KERNEL.value, **wrapper_arguments
             )
             for layer in setup.layers
         }
 
-    def _wrapper_arguments(self) -> Dict[str, Any]:
-        """What each wrapper is given beside workspace, layout and backend."""
-        return {}
+    def _require_attributes(self, wrapper: Any) -> None:
+        """Refuse a FlashInfer whose wrapper lacks what is set here."""
+        if not all(hasattr(wrapper, name) for name in self.ATTRIBUTES):
+            raise self._unknown()
+
+    def _unknown(self) -> ImportError:
+        return ImportError(
+            f"The {self.KERNEL.value} kernel of this FlashInfer is planned in another way: install "
+            "flashinfer-python 0.6.18.post1, or set inference_attention_backend to flash."
+        )
 
     def _plan_arguments(self, layer: Layer) -> Dict[str, Any]:
         """Arguments of a wrapper's plan that are the same in every step."""
@@ -264,8 +289,6 @@ class _Wrapped(PrefillKernel):
     def prefill(self, call: Call) -> None:
         """See base class."""
         wrapper = self._wrappers[call.layer]
-        # The wrapper compares the query with its plan, which may be of another step by then.
-        wrapper._qo_indptr_last = call.query.size(0)
         cache = (call.key_cache, call.value_cache)
         if call.sinks is None:
             wrapper.run(call.query, cache, out=call.output)
@@ -275,18 +298,20 @@ class _Wrapped(PrefillKernel):
             _apply_sinks(call.output, lse, call.sinks, self._first_token)
 
 
-def _apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor, first_token: Tensor) -> None:
+def _apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor, first_token: Optional[Tensor]) -> None:
     """Let sinks join the denominators of softmaxes that were computed without.
 
     Args:
         output (Tensor): Attention, `(tokens, query_heads, head_dim)`; scaled in place.
         lse (Tensor): Logarithm to base 2 of the denominators, float32 `(tokens, query_heads)`.
         sinks (Tensor): Natural logits, `(query_heads,)`.
-        first_token (Tensor): Tokens before this one are left alone; one element.
+        first_token (Optional[Tensor]): Tokens before this one are left alone; one element.
     """
     share = torch.sigmoid(lse * math.log(2.0) - sinks.float())
-    ours = torch.arange(lse.size(0), device=lse.device) >= first_token
-    output.mul_(torch.where(ours.unsqueeze(1), share, 1.0).unsqueeze(2))
+    if first_token is not None:
+        ours = torch.arange(lse.size(0), device=lse.device) >= first_token
+        share = torch.where(ours.unsqueeze(1), share, 1.0)
+    output.mul_(share.unsqueeze(2))
 
 
 class Fa3(_Wrapped):
@@ -294,38 +319,114 @@ class Fa3(_Wrapped):
 
     KERNEL = FlashInferKernel.FA3
     WORKSPACE_BYTES = 256  # the wrapper insists on one, the kernel uses none
+    ATTRIBUTES = (
+        "_plan_info",
+        "_int_workspace_buffer",
+        "_pin_memory_int_workspace_buffer",
+        "_paged_kv_indices_buf",
+        "_qo_indptr_last",
+    )
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._schedule = PrefillSchedule(
-            setup.max_requests,
-            setup.max_tokens,
-            setup.max_kv_blocks,
-            setup.problem.num_query_heads,
-            setup.problem.head_dim,
-            torch.cuda.get_device_properties(setup.device).multi_processor_count,
-            setup.device,
+        for layer in self._wrappers:
+            self._check(layer)
+        self._schedule = self._make_schedule(
+            setup.max_requests, setup.max_tokens, setup.max_kv_blocks
         )
-        # Planning one token compiles and loads the kernel and fixes dtypes and options. Then the
-        # wrapper is pointed to the work list in place of that plan.
-        one = torch.tensor([0, 1], dtype=torch.int32)
-        for layer, wrapper in self._wrappers.items():
-            wrapper.plan(one, one, one[:1], one[1:], **self._plan_arguments(layer))
-            if len(wrapper._plan_info) != len(self._schedule.plan_info):
-                raise ImportError(
-                    "This FlashInfer schedules prefill on Hopper in another way: install "
-                    "flashinfer-python 0.6.18.post1, or set flashinfer_kernel to fa2."
-                )
-            wrapper._plan_info = self._schedule.plan_info
-            wrapper._int_workspace_buffer = self._schedule.works.view(torch.uint8)
-            wrapper._pin_memory_int_workspace_buffer = None
-            wrapper._paged_kv_indices_buf = setup.books.block_table
+        self._first_token = self._schedule.first_token
+        for wrapper in self._wrappers.values():
+            self._follow(wrapper, self._schedule, setup.books.block_table)
+
+    def _make_schedule(
+        self, max_requests: int, max_tokens: int, max_kv_blocks: int
+    ) -> PrefillSchedule:
+        problem, device = self._setup.problem, self._setup.device
+        return PrefillSchedule(
+            max_requests,
+            max_tokens,
+            max_kv_blocks,
+            problem.num_query_heads,
+            problem.head_dim,
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            device,
+        )
+
+    @staticmethod
+    def _follow(wrapper: Any, schedule: PrefillSchedule, block_table: Tensor) -> None:
+        """Point a wrapper that has planned to a work list in place of its plan."""
+        wrapper._plan_info = schedule.plan_info
+        wrapper._int_workspace_buffer = schedule.works.view(torch.uint8)
+        wrapper._pin_memory_int_workspace_buffer = None
+        wrapper._paged_kv_indices_buf = block_table
+
+    def _check(self, layer: Layer) -> None:
+        """Have two requests computed by FlashInfer's plan, and by a work list and padding tokens.
+
+        The plan also compiles and loads the kernel, and fixes dtypes and options for good.
+
+        Raises:
+            ImportError: If the results differ: this FlashInfer reads other lists.
+        """
+        problem, device = self._setup.problem, self._setup.device
+        block_size, wrapper = problem.block_size_tokens, self._wrappers[layer]
+        # More than one tile, pages that are not in order, and nothing that is 0 throughout.
+        query_lengths, kv_lengths, padding = (200, 2), (200 + block_size, 3), 3
+        num_tokens, long = sum(query_lengths), math.ceil(kv_lengths[0] / block_size)
+        pages = torch.arange(long, -1, -1, dtype=torch.int32, device=device)
+        random = torch.Generator(device).manual_seed(0)
+
+        def values(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random, device=device).to(problem.dtype)
+
+        query = values(num_tokens + padding, problem.num_query_heads, problem.head_dim)
+        cache = values(2, long + 1, block_size, problem.num_kv_heads, problem.head_dim)
+        planned, ours = torch.empty_like(query[:-padding]), torch.full_like(query, torch.nan)
+        starts = torch.tensor([0, query_lengths[0], num_tokens], dtype=torch.int32)
+        wrapper.plan(
+            starts,
+            torch.tensor([0, long, long + 1], dtype=torch.int32),
+            pages,
+            torch.tensor([(kv - 1) % block_size + 1 for kv in kv_lengths], dtype=torch.int32),
+            **self._plan_arguments(layer),
+        )
+        self._require_attributes(wrapper)
+        wrapper.run(query[:-padding], cache.unbind(), out=planned)
+
+        schedule = self._make_schedule(2, num_tokens + padding, long)
+        if len(wrapper._plan_info) != len(schedule.plan_info):
+            raise self._unknown()
+        block_table = torch.zeros((2, long), dtype=torch.int32, device=device)
+        block_table[0] = pages[:-1]
+        shape = StepShape(
+            num_decode=0,
+            num_requests=2,
+            decode_slots=0,
+            padded_requests=2,
+            num_tokens=num_tokens + padding,
+            has_prefill=True,
+        )
+        lengths = (torch.tensor(each, dtype=torch.int32) for each in (query_lengths, kv_lengths))
+        schedule.derive(shape, starts.to(device), *(each.to(device) for each in lengths))
+        self._follow(wrapper, schedule, block_table)
+        try:
+            self.prefill(Call(query, cache[0], cache[1], ours, layer, shape))
+        except (IndexError, TypeError, ValueError) as error:
+            raise self._unknown() from error
+        planned = torch.nn.functional.pad(planned, (0, 0, 0, 0, 0, padding))
+        if not torch.allclose(ours, planned, rtol=1e-2, atol=1e-2):
+            raise self._unknown()
 
     def derive(self, shape: StepShape) -> None:
         """Make the work list."""
         books = self._setup.books
-        self._first_token.fill_(shape.num_decode * self._setup.tokens_per_decode)
         self._schedule.derive(shape, books.query_starts, books.query_lengths, books.kv_lengths)
+
+    def prefill(self, call: Call) -> None:
+        """See base class."""
+        # The wrapper compares the query with what it has planned, before the first step.
+        self._wrappers[call.layer]._qo_indptr_last = call.query.size(0)
+        super().prefill(call)
 
 
 class Fa2(_Wrapped, DecodeKernel):
@@ -340,14 +441,16 @@ class Fa2(_Wrapped, DecodeKernel):
     KERNEL = FlashInferKernel.FA2
     WORKSPACE_BYTES = 128 * MIB
     SPLITS_STEPS = False
+    ATTRIBUTES = (
+        "_pin_memory_int_workspace_buffer",
+        "_fixed_batch_size",
+        "_max_total_num_rows",
+        "_qo_indptr_buf",
+        "_paged_kv_indptr_buf",
+        "_paged_kv_last_page_len_buf",
+    )
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        properties = torch.cuda.get_device_properties(setup.device)
-        self._num_multiprocessors = properties.multi_processor_count
-
-    def _wrapper_arguments(self) -> Dict[str, Any]:
-        setup = self._setup
         rows, pages = setup.max_requests + 1, setup.max_requests * setup.max_kv_blocks
 
         def array(length: int) -> Tensor:
@@ -356,34 +459,36 @@ class Fa2(_Wrapped, DecodeKernel):
         self._query_starts, self._page_starts = array(rows + 1), array(rows + 1)
         self._page_ids, self._last_page_lengths = array(pages), array(rows)
         self._cpu_page_ids = torch.zeros(pages, dtype=torch.int32, pin_memory=True)
-        return dict(
+        super().__init__(
+            setup,
             use_cuda_graph=True,
             qo_indptr_buf=self._query_starts,
             paged_kv_indptr_buf=self._page_starts,
             paged_kv_indices_buf=self._page_ids,
             paged_kv_last_page_len_buf=self._last_page_lengths,
         )
+        for wrapper in self._wrappers.values():
+            self._require_attributes(wrapper)
+        properties = torch.cuda.get_device_properties(setup.device)
+        self._num_multiprocessors = properties.multi_processor_count
 
     def plan(self, shape: StepShape) -> None:
-        """Plan all rows, or those behind another kernel's decode rows."""
+        """Plan all rows."""
         books, block_size = self._setup.books, self._setup.problem.block_size_tokens
-        ours = slice(shape.num_decode, shape.num_requests)
-        first_token = shape.num_decode * self._setup.tokens_per_decode
         query_lengths = torch.zeros(shape.padded_requests + 1, dtype=torch.int32)
         kv_lengths = torch.zeros_like(query_lengths)
-        query_lengths[ours] = books.cpu_query_lengths[ours]
-        kv_lengths[ours] = books.cpu_kv_lengths[ours]
-        query_lengths[-1] = shape.num_tokens - first_token - query_lengths.sum()
+        query_lengths[: shape.num_requests] = books.cpu_query_lengths[: shape.num_requests]
+        kv_lengths[: shape.num_requests] = books.cpu_kv_lengths[: shape.num_requests]
+        query_lengths[-1] = shape.num_tokens - query_lengths.sum()
         pages = (kv_lengths + block_size - 1) // block_size
 
-        query_starts = torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0)) + first_token
+        query_starts = torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0))
         page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0))
         used = torch.arange(self._setup.max_kv_blocks) < pages[:-1].unsqueeze(1)
         page_ids = books.cpu_block_table[: shape.padded_requests][used]
         count = page_ids.numel()
         self._cpu_page_ids[:count] = page_ids
         self._page_ids[:count].copy_(self._cpu_page_ids[:count], non_blocking=True)
-        self._first_token.fill_(first_token)
 
         rows = shape.padded_requests + 1
         tiles, tile = self._tiles(rows, shape.num_tokens)
@@ -408,6 +513,8 @@ class Fa2(_Wrapped, DecodeKernel):
                 self._page_ids[:count],
                 kv_lengths - (pages - 1).clamp(min=0) * block_size,
                 disable_split_kv=not split,
+                # Other kernels use this. Unless it is given, it is looked for in a Python loop.
+                max_token_per_sequence=shape.num_tokens,
                 **self._plan_arguments(layer),
             )
 

@@ -165,13 +165,18 @@ class PrefillSchedule:
         works = (triton.cdiv(max_tokens, self.tile) + max_requests + 1) * num_query_heads
         self.capacity = triton.cdiv(works, 4) * 4  # keeps every array aligned to 16 bytes
         self.works = torch.zeros(
-            (7 * self.capacity + self.num_ctas + 1,), dtype=torch.int32, device=device
+            (7 * self.capacity + self.num_ctas + 2,), dtype=torch.int32, device=device
         )
 
     @staticmethod
     def tile_tokens(head_dim: int) -> int:
         """Query tokens of one of the kernel's tiles."""
         return 192 if head_dim == 64 else 128
+
+    @property
+    def first_token(self) -> Tensor:
+        """First of the tokens that are in the list, one element."""
+        return self.works[-1:]
 
     @property
     def plan_info(self) -> List[int]:
@@ -218,6 +223,8 @@ class PrefillSchedule:
             HEAD_TILE=triton.next_power_of_2(self.num_query_heads),
             CTAS=self.num_ctas,
             CTA_TILE=triton.next_power_of_2(self.num_ctas + 1),
+            # Each program looks at all rows, which with fewer warps would not fit its registers.
+            num_warps=min(max(self.rows // 512, 4), 32),
         )
 
 
@@ -272,6 +279,8 @@ def _schedule_kernel(
         tl.store(
             works_ptr + 7 * capacity + cta, _first_work(cta, full, rest, CTAS), mask=cta <= CTAS
         )
+        first_token = tl.load(query_starts_ptr + first_row)
+        tl.store(works_ptr + 7 * capacity + CTAS + 1, first_token)
     if work < total:
         own_row = tl.sum((ends <= work).to(tl.int32))
         is_own = row == own_row

@@ -3,6 +3,7 @@
 """Random batches in a poisoned cache, and the attention that they should get, in float32."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -33,6 +34,7 @@ class Batch:
         dims (tuple): Tokens, prefill and decode requests that the step is padded to; None: none.
         tokens (int): Query tokens of a decode request.
         num_blocks (int): Blocks of the cache; None: as many as the requests need, and two.
+        graph (bool): Whether the step is one of a CUDA graph, captured or not.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Batch:
         max_tokens=None,
         max_length=None,
         num_blocks=None,
+        graph=False,
         seed=0,
         **options,
     ):
@@ -59,6 +62,7 @@ class Batch:
         self.kvs = list(decode) + [kv for _, kv in prefill]
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.dtype, self.tokens, self.block_size = dtype, tokens, block_size
+        self.graph = graph
         self.generator = torch.Generator(DEVICE).manual_seed(seed)
         real = sum(self.queries)
         self.dims = InferenceBatchDimensions(*(dims or (real, len(prefill), len(decode))))
@@ -130,12 +134,12 @@ class Batch:
             block_size_tokens=self.block_size,
             num_speculative_tokens=self.tokens - 1,
             max_tokens=max_tokens,
-            round_up_tokens=lambda value: value,
             padded_batch_dimensions=self.dims,
             num_decode_requests=self.num_decode,
             total_request_count=len(self.queries) + 3,
             paused_request_count=3,
             is_decode_only=lambda: self.dims.prefill_req_count == 0,
+            using_cuda_graph_this_step=lambda: self.graph,
             gpu_view=SimpleNamespace(**view),
             kv_cache_spec=self.spec,
             memory_buffer=self.storage,
@@ -163,11 +167,12 @@ class Batch:
         self.queries, self.kvs = other.queries, other.kvs
 
     def run(self, attention, layer=1, sinks=None):
-        """One layer's attention of this batch, `(tokens, heads, head_dim)`."""
+        """One layer's attention of this batch, `(tokens, heads, head_dim)`, in a poisoned output."""
         attention.plan_step(self.context)
         attention.derive_step()
         keys, values = self.spec.layer_views(self.storage, layer - 1)
-        return attention.run(self.query, keys, values, layer, sinks).squeeze(1)
+        with mock.patch("torch.empty_like", lambda tensor: torch.full_like(tensor, NAN)):
+            return attention.run(self.query, keys, values, layer, sinks).squeeze(1)
 
     def expected(self, layer=1, window=-1, scale=None, sinks=None):
         """What `run` should give for the tokens that are no padding, in float32."""

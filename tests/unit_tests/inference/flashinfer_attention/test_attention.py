@@ -52,21 +52,27 @@ class TestShapes:
 
 
 class TestPadding:
-    def test_decode_slots_without_request(self, kernel):
-        batch = Batch([70, 300], [], dims=(8, 0, 8))
+    @pytest.mark.parametrize("graph", [False, True])
+    @pytest.mark.parametrize("tokens", [1, 3])
+    def test_decode_slots_without_request(self, kernel, tokens, graph):
+        batch = Batch([70, 300], [], dims=(8 * tokens, 0, 8), tokens=tokens, graph=graph)
         batch.check(batch.run(batch.attention(kernel)))
+
+    def test_no_request(self, kernel):
+        batch = Batch([], [], dims=(8, 0, 8), num_blocks=1)
+        assert not batch.run(batch.attention(kernel)).any()
 
     def test_prefill_in_decode_slots(self, kernel):
         """A graph's slots count requests: here two of its five decode slots hold prefills."""
-        batch = Batch([70, 300, 9], [(40, 40), (3, 500), (200, 200)], dims=(384, 3, 5))
+        batch = Batch([70, 300, 9], [(40, 40), (3, 500), (200, 200)], dims=(384, 3, 5), graph=True)
         batch.check(batch.run(batch.attention(kernel)))
 
     def test_decode_in_prefill_slots(self, kernel):
-        batch = Batch([70, 300, 9, 10, 11], [(40, 40)], dims=(64, 4, 2))
+        batch = Batch([70, 300, 9, 10, 11], [(40, 40)], dims=(64, 4, 2), graph=True)
         batch.check(batch.run(batch.attention(kernel)))
 
     def test_no_decode_among_decode_slots(self, kernel):
-        batch = Batch([], [(1, 1), (2, 2)], dims=(64, 4, 8))
+        batch = Batch([], [(1, 1), (2, 2)], dims=(64, 4, 8), graph=True)
         batch.check(batch.run(batch.attention(kernel)))
 
 

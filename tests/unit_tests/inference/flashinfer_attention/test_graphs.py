@@ -114,9 +114,7 @@ class Steps:
                 numbers(kernel._kv_starts[1:])
             if isinstance(kernel, Fa3):
                 numbers(kernel._schedule.works)
-                numbers(kernel._first_token)
             if isinstance(kernel, Fa2):
-                numbers(kernel._first_token)
                 numbers(kernel._query_starts)
                 numbers(kernel._page_starts)
                 numbers(kernel._page_ids)
@@ -221,9 +219,10 @@ def capturing(steps: Steps, dims) -> Batch:
     return steps.make([tokens] * num_decode, [(query, query) for query in prefill], dims, seed=9)
 
 
-def test_every_step_derives_all_it_needs(kernel, shape):
+@pytest.mark.parametrize("graph", [False, True])
+def test_every_step_derives_all_it_needs(kernel, shape, graph):
     """Nothing of one step is left for the next, in whatever order they come."""
-    steps = Steps(kernel, **shape)
+    steps = Steps(kernel, graph=graph, **shape)
     decode, mixed = decode_steps(steps, 12), mixed_steps(steps)
     for batch in (decode[3], mixed[3], decode[5], mixed[4], mixed[7], decode[6]):
         steps.load(batch)
@@ -235,21 +234,21 @@ def test_every_step_derives_all_it_needs(kernel, shape):
 @needs_gpu
 class TestGraphs:
     def test_decode(self, kernel, shape):
-        steps = Steps(kernel, **shape)
+        steps = Steps(kernel, graph=True, **shape)
         tokens = steps.batch.tokens
         graph = Graph(steps, capturing(steps, (12 * tokens, 0, 12)))
         for batch in decode_steps(steps, 12):
             check_replay(graph, batch)
 
     def test_mixed(self, kernel, shape):
-        steps = Steps(kernel, **shape)
+        steps = Steps(kernel, graph=True, **shape)
         graph = Graph(steps, capturing(steps, MIXED))
         for batch in mixed_steps(steps):
             check_replay(graph, batch)
 
     def test_graphs_in_turn(self, kernel, shape):
         """Graphs of several dimensions share the attention, and eager steps come between."""
-        steps = Steps(kernel, **shape)
+        steps = Steps(kernel, graph=True, **shape)
         tokens = steps.batch.tokens
         graphs = [
             Graph(steps, capturing(steps, dims))
@@ -262,7 +261,7 @@ class TestGraphs:
 
     def test_replay_alone(self, kernel):
         """Between prepare and replay no eager run sets anything up."""
-        steps = Steps(kernel)
+        steps = Steps(kernel, graph=True)
         graph = Graph(steps, capturing(steps, MIXED))
         for batch in mixed_steps(steps):
             steps.load(batch)
@@ -298,7 +297,7 @@ class TestNoSynchronization:
             steps.check(batch, outputs)
 
     def test_replay(self, kernel, shape):
-        steps = Steps(kernel, **shape)
+        steps = Steps(kernel, graph=True, **shape)
         graph = Graph(steps, capturing(steps, MIXED))
         for batch in mixed_steps(steps)[2:6]:
             steps.load(batch)
@@ -316,6 +315,7 @@ class TestLargeSteps:
     def steps(self, kernel):
         return Steps(
             kernel,
+            graph=True,
             heads=32,
             kv_heads=8,
             block_size=16,

@@ -109,6 +109,11 @@ def random_step(generator: torch.Generator, max_requests: int, max_tokens: int):
     return shape, queries, kvs
 
 
+def works_in(queries):
+    """Keys that each tile of prompts of these lengths sees."""
+    return [min((tile + 1) * 128, query) for query in queries for tile in range(-(-query // 128))]
+
+
 class TestPrefillSchedule:
     @pytest.fixture(params=[1, 6, 132])
     def num_ctas(self, request):
@@ -164,8 +169,33 @@ class TestPrefillSchedule:
             sum(min((work["tile"] + 1) * 128, work["kv"]) for work in works)
             for works in works_of(schedule)
         ]
-        longest = 2048
-        assert max(loads) - min(loads) <= longest
+        works = sorted((load for load in works_in(queries) for _ in range(8)), reverse=True)
+        in_turn = [sum(works[cta::num_ctas]) for cta in range(num_ctas)]
+        assert sum(loads) == sum(works)
+        if num_ctas == 1:
+            assert loads == in_turn
+        else:
+            assert max(loads) < max(in_turn)
+
+    def test_many_rows(self, num_ctas):
+        """As many as an engine has by default on a GPU with much memory."""
+        schedule = PrefillSchedule(12000, 4096, MAX_BLOCKS, 2, 128, num_ctas, DEVICE)
+        queries, kvs = [1] * 200 + [300, 7], [500] * 200 + [400, 7]
+        starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
+        schedule.derive(
+            StepShape(200, 202, 200, 202, sum(queries), True),
+            on_device(starts, 12001),
+            on_device(queries, 12000),
+            on_device(kvs, 12000),
+        )
+        found = {tuple(work.values()) for works in works_of(schedule) for work in works}
+        assert found == {
+            (tile, start, row * MAX_BLOCKS, query, kv, head, row)
+            for row, start, query, kv in ((200, 200, 300, 400), (201, 500, 7, 7))
+            for tile in range(-(-query // 128))
+            for head in range(2)
+        }
+        assert schedule.first_token.tolist() == [200]
 
     def test_nothing_to_do(self, num_ctas):
         schedule = PrefillSchedule(12, 256, MAX_BLOCKS, 4, 128, num_ctas, DEVICE)

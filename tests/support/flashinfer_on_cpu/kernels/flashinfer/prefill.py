@@ -455,7 +455,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 if not 0 <= head < num_heads:
                     raise IndexError(f'{work} for {num_heads} heads')
                 if written[rows, head].any():
-                    raise RuntimeError(f'{work} is of rows that another work writes')
+                    raise ValueError(f'{work} is of rows that another work writes')
                 written[rows, head] = True
                 heads = slice(head // group, head // group + 1)
                 keys, values = gather(cache, ids, work.keys, heads)
