@@ -406,6 +406,9 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
     ):
         base = SCENARIOS[name].wide
         yield base, _flashinfer(base)
+    # Below the stage FlashAttention divides by the root of the head dim all the same.
+    base = Scenario('softmax-scale', {'num_query_groups': 2, 'softmax_scale': 0.05}).wide
+    yield base, _flashinfer(base)
     for name in ('mqa-blocks-256', 'async', 'speculation-async', 'window-sinks-chunked', 'tp2-gqa'):
         base = SCENARIOS[name].wide
         yield base, _flashinfer(base, 'fa2')
