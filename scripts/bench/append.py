@@ -7,7 +7,6 @@ read once and written once, and both count, as they do for the copy.
 
 import functools
 import importlib.util
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import Any
 
 import torch
 
+import timing
+
 BLOCK_SIZE = 256
 WORKING_SET_BYTES = 1 << 30  # many times the 50 MiB of L2
 STORAGE_BYTES = 16 << 30  # decode tokens lie in a block each, so that storage is the larger limit
 MAX_LAYERS = 64
 DECODE_TOKENS = 512
-ROUNDS = 15
 TOKENS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SHAPES: dict[str, tuple[int, int, str]] = {
     "GQA 8 x 128": (8, 128, "NHD"),
@@ -105,44 +105,16 @@ class Case:
         assert torch.equal(found, self.rows), "the appended rows are not where they belong"
 
 
-def graph_of(call: Callable[[int], None], layers: int) -> torch.cuda.CUDAGraph:
-    """Capture one call per layer."""
-    for _ in range(2):
-        for layer in range(layers):
-            call(layer)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            call(layer)
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, layers: int) -> float:
-    """Microseconds per layer of one replay."""
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / layers
-
-
-def measure(case: Case, calls: dict[str, Callable[[int], None]]) -> dict[str, float]:
+def measure(case: Case, calls: dict[str, timing.Call]) -> dict[str, float]:
     """Median microseconds of each call, timed in alternation."""
     graphs = {}
     for name, call in calls.items():
         case.storage.zero_()
-        graphs[name] = graph_of(call, case.layers)
+        graphs[name] = timing.graph_of(call, case.layers)
         graphs[name].replay()
         if name != "copy":
             case.check()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            times[name].append(replay_us(graph, case.layers))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return timing.alternate(graphs, case.layers)
 
 
 def run(base_tree: Path, stage1_tree: Path) -> list[dict[str, Any]]:
@@ -160,7 +132,7 @@ def run(base_tree: Path, stage1_tree: Path) -> list[dict[str, Any]]:
         print(f"append: {name}", file=sys.stderr, flush=True)
         for tokens in TOKENS:
             case = Case(*shape, tokens)
-            calls: dict[str, Callable[[int], None]] = {
+            calls: dict[str, timing.Call] = {
                 "stage1": functools.partial(case.stage1, stage1.triton_append),
                 "copy": case.copy,
             }

@@ -20,15 +20,20 @@ import torch
 from torch import Tensor
 
 import environment
-import steps
+import model
 
+SHAPE = model.SHAPES["8B slice"]
 REQUESTS = 96
 LONGEST_PROMPT = 3000
 NEW_TOKENS = 64
 # Prompts longer than a step's tokens come in chunks, beside requests that decode.
-INFERENCE = {"max_tokens": 2048, "enable_chunked_prefill": True, "max_sequence_length": 4096}
-FLASHINFER = {"inference_attention_backend": "flashinfer"}
-ENGINES: dict[str, tuple[bool, dict[str, str]]] = {
+INFERENCE: dict[str, Any] = {
+    "max_tokens": 2048,
+    "enable_chunked_prefill": True,
+    "max_sequence_length": 4096,
+}
+FLASHINFER: dict[str, Any] = {"inference_attention_backend": "flashinfer"}
+ENGINES: dict[str, tuple[bool, dict[str, Any]]] = {
     "flash": (False, {}),
     "flash, graphs": (True, {}),
     "FlashInfer": (False, FLASHINFER),
@@ -51,7 +56,7 @@ def make_texts() -> tuple[list[list[int]], list[int]]:
     generator = random.Random(0)
     prompts = [generator.randint(1, LONGEST_PROMPT) for _ in range(REQUESTS)]
     return [
-        [generator.randrange(steps.VOCABULARY) for _ in range(prompt + NEW_TOKENS)]
+        [generator.randrange(model.VOCABULARY) for _ in range(prompt + NEW_TOKENS)]
         for prompt in prompts
     ], prompts
 
@@ -69,7 +74,7 @@ def forced(engine: Any, graphs: bool, texts: list[list[int]], prompts: list[int]
     from megatron.core.inference.sampling_params import SamplingParams
 
     context = engine.context
-    found = torch.full((len(texts), NEW_TOKENS, steps.VOCABULARY), torch.nan)
+    found = torch.full((len(texts), NEW_TOKENS, model.VOCABULARY), torch.nan)
     by_graph = 0
 
     def force(module: Any, inputs: Any, logits: Tensor) -> Tensor:
@@ -111,22 +116,22 @@ def without_cache(engine: Any, texts: list[list[int]], prompts: list[int]) -> Te
     from megatron.core.inference.utils import InferenceMode
 
     InferenceMode.unset_active()
-    model = engine.controller.inference_wrapped_model.model
-    device = next(model.parameters()).device
+    module = engine.controller.inference_wrapped_model.model
+    device = next(module.parameters()).device
     found = []
     for text, prompt in zip(texts, prompts, strict=True):
         tokens = torch.tensor([text], device=device)
         size = len(text)
         mask = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None]
-        logits = model(tokens, torch.arange(size, device=device)[None], mask)
+        logits = module(tokens, torch.arange(size, device=device)[None], mask)
         found.append(logits[0, prompt - 1 : -1].float().log_softmax(-1).cpu())
     return torch.stack(found)
 
 
 def to_float32(engine: Any) -> None:
     """Let the model's forward of training compute in float32, with the same weights."""
-    model = engine.controller.inference_wrapped_model.model.float()
-    for module in model.modules():
+    whole = engine.controller.inference_wrapped_model.model.float()
+    for module in whole.modules():
         if hasattr(module, "input_in_float16"):  # a softmax that would give the model's dtype
             module.input_in_fp16 = module.input_in_bf16 = module.input_in_float16 = False
 
@@ -153,11 +158,11 @@ def measure() -> dict[str, Any]:
     texts, prompts = make_texts()
     said = torch.tensor([text[-NEW_TOKENS:] for text in texts])
     found: dict[str, Tensor] = {}
-    with steps.one_rank():
+    with model.one_rank():
         for name, (graphs, inference) in ENGINES.items():
             print(f"parity: {name}", file=sys.stderr, flush=True)
-            steps.seed()
-            engine = steps.build_engine(graphs, **INFERENCE, **inference)
+            model.seed()
+            engine = model.build_engine(SHAPE, graphs, **INFERENCE, **inference)
             found[name] = forced(engine, graphs, texts, prompts)
             if name == "flash":
                 found["training"] = without_cache(engine, texts, prompts)
@@ -205,7 +210,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{REQUESTS} random texts with prompts of 1 to {LONGEST_PROMPT} tokens, prefilled in chunks"
         f" of up to {INFERENCE['max_tokens']}",
         f"tokens a step beside requests that decode, then {NEW_TOKENS} new tokens each, which are"
-        f" forced. {steps.LAYERS} layers of an",
+        f" forced. {SHAPE.layers} layers of an",
         "8B's shape in bf16 with random weights. Absolute differences of the forced tokens' log-probs",
         "and the Kullback-Leibler divergence of the whole distributions, in nats.",
     ]

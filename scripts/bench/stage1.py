@@ -96,7 +96,7 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             "## Engine steps",
             "",
-            f"Whole steps of the engine on {steps.LAYERS} layers of an 8B's shape in bf16, as wall",
+            f"Whole steps of the engine on {steps.SHAPE.layers} layers of an 8B's shape in bf16, as wall",
             "time with the device synchronised, and host time of calls of the context's append.",
             "A figure is the tenth percentile of a process's steps, or its least call, and of that",
             f"the least of {steps.ALTERNATIONS} processes of each tree, run in alternation; `spread`",

@@ -6,8 +6,6 @@ from one synchronisation of the device to the next.
 """
 
 import argparse
-import contextlib
-import functools
 import json
 import os
 import statistics
@@ -15,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-LAYERS = 8
+import model
+
+SHAPE = model.SHAPES["8B slice"]
 ALTERNATIONS = 2
 DECODE_STEPS = 40
 HOST_CALLS = 300
@@ -29,82 +27,6 @@ DECODE_BATCHES = (1, 32, 128, 256)
 PROMPT_TOKENS = 256
 # Requests times prompt tokens of one prefill step.
 PREFILLS = ((1, 2048), (8, 512), (2, 8192))
-VOCABULARY = 32000
-
-
-def build_engine(graphs: bool, **inference: Any) -> Any:
-    """An engine on a model of an 8B's layer shape: 32 query heads, 8 KV heads, head dim 128.
-
-    Args:
-        graphs: Capture and replay CUDA graphs.
-        inference: Fields of `InferenceConfig` to add or change.
-    """
-    import torch
-
-    from megatron.core.inference.config import InferenceConfig
-    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-    from megatron.core.inference.engines import DynamicInferenceEngine
-    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
-        GPTInferenceWrapper,
-    )
-    from megatron.core.inference.text_generation_controllers import text_generation_controller
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        bf16=True,
-        inference_rng_tracker=True,
-        cuda_graph_impl="local" if graphs else "none",
-    )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=16384,
-        parallel_output=True,
-        position_embedding_type="rope",
-    )
-    model = model.cuda().bfloat16().eval()
-    context = DynamicInferenceContext(
-        config,
-        InferenceConfig(
-            **{
-                "max_sequence_length": 16384,
-                "buffer_size_gb": 16,
-                "max_requests": 256,
-                "max_tokens": 16384,
-                "num_cuda_graphs": 16 if graphs else None,
-                **inference,
-            }
-        ),
-    )
-    wrapper = GPTInferenceWrapper(model, context)
-    tokenizer = SimpleNamespace(vocab_size=VOCABULARY, detokenize=lambda tokens, **_: "")
-    controller = text_generation_controller.TextGenerationController(wrapper, tokenizer)
-    return DynamicInferenceEngine(controller, context)
-
-
-def add_requests(engine: Any, count: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Add requests of one length with random prompts."""
-    import torch
-
-    from megatron.core.inference.sampling_params import SamplingParams
-
-    for _ in range(count):
-        engine.add_request(
-            next(engine.bench_ids),
-            torch.randint(VOCABULARY, (prompt_tokens,)).tolist(),
-            SamplingParams(num_tokens_to_generate=new_tokens, termination_id=-1, top_k=1),
-        )
 
 
 def timed_step(engine: Any) -> float:
@@ -138,60 +60,18 @@ def fast(samples: list[float]) -> float:
     return statistics.quantiles(samples, n=10)[0]
 
 
-def drain(engine: Any) -> None:
-    """Step until no request is left."""
-    while engine.has_unfinished_requests():
-        engine.step_modern()
-
-
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """What Megatron needs of a process before a model is built."""
-    import torch.distributed as dist
-
-    from megatron.core import parallel_state
-    from megatron.core.transformer import attention
-
-    if getattr(attention, "HAVE_FA4", False):
-        # FlashAttention-4 has no split-KV on Hopper, and Megatron asks it to choose.
-        attention.flash_attn4_varlen_func = functools.partial(
-            _one_split, attention.flash_attn4_varlen_func
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        seed()
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def seed() -> None:
-    """Make the next model's weights those of the last."""
-    import torch
-
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
-    torch.manual_seed(1)
-
-
 def worker(out: Path) -> None:
     """Time every case in this process, on the tree that PYTHONPATH names."""
-    import itertools
-
     import torch
 
     results: dict[str, float] = {}
-    with one_rank():
+    with model.one_rank():
         for graphs in (False, True):
             mode = "graphs" if graphs else "eager"
             with torch.inference_mode():
-                engine = build_engine(graphs)
-                engine.bench_ids = itertools.count()
+                engine = model.build_engine(SHAPE, graphs)
                 for batch in DECODE_BATCHES:
-                    add_requests(engine, batch, PROMPT_TOKENS, DECODE_STEPS + 20)
+                    model.add_requests(engine, batch, PROMPT_TOKENS, DECODE_STEPS + 20)
                     while (
                         engine.context.num_prefill_requests or not engine.context.is_decode_only()
                     ):
@@ -203,23 +83,19 @@ def worker(out: Path) -> None:
                     if not graphs:
                         calls = [host_append(engine) for _ in range(5)]
                         results[f"append call, {batch} tokens, host µs"] = min(calls)
-                    drain(engine)
+                    model.drain(engine)
                 if not graphs:
                     for count, tokens in PREFILLS:
                         samples = []
                         for _ in range(PREFILL_ROUNDS):
-                            add_requests(engine, count, tokens, 1)
+                            model.add_requests(engine, count, tokens, 1)
                             samples.append(timed_step(engine))
-                            drain(engine)
+                            model.drain(engine)
                         case = f"prefill {count} x {tokens}, {mode}, ms"
                         results[case] = fast(samples[2:])
                 del engine
                 torch.cuda.empty_cache()
     out.write_text(json.dumps(results))
-
-
-def _one_split(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **{**kwargs, "num_splits": 1})
 
 
 def run(base: Path, stage1: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,343 @@
+r"""The engine on a GPU: latency, throughput, memory and host time; base, stage 1, stage 2, FlashInfer.
+
+    series apply core_r0.19.0 --stage 1
+    series apply core_r0.19.0 --stage 2
+    git -C .series/trees/core_r0.19.0-stage1 worktree add --detach /tmp/base base
+    python scripts/bench/engine.py --base /tmp/base --stage1 .series/trees/core_r0.19.0-stage1 \
+        --stage2 .series/trees/core_r0.19.0-stage2 --shape 8B --out docs/benchmarks
+
+Needs a GPU, FlashInfer and a FlashAttention that Megatron's dynamic engine takes. `--shape` may be
+repeated; shapes that were measured before stay in the results. Writes engine.json, engine.md and
+engine.png (with matplotlib) and exits with 1 where a goal is missed. With `--render` it measures
+nothing and writes the others anew from the engine.json in the folder.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import environment
+import model
+
+FLASHINFER: dict[str, Any] = {"inference_attention_backend": "flashinfer"}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("base", {}),
+    "stage 1": ("stage1", {}),
+    "stage 2, off": ("stage2", {}),
+    "FlashInfer": ("stage2", FLASHINFER),
+}
+BATCHES = (1, 8, 32, 64, 128, 256)
+PROMPT_TOKENS, NEW_TOKENS = 1024, 48
+MIN_GAIN, MIN_RATIO, MAX_HOST_US = 1.10, 0.99, 50
+GAIN_AT = ("8B", "graphs, 256 requests")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the engine runs, and with which batches.
+
+    Args:
+        graphs: With CUDA graphs.
+        batches: Requests, which all come at once.
+        drafts: Speculative tokens. Random weights accept next to none.
+        arrivals: Steps from one request to the next; 0: all come at once.
+        inference: Fields of `InferenceConfig`.
+    """
+
+    graphs: bool
+    batches: tuple[int, ...] = BATCHES
+    drafts: int = 0
+    arrivals: int = 0
+    inference: tuple[tuple[str, Any], ...] = ()
+
+
+MODES = {
+    "eager": Mode(False),
+    "graphs": Mode(True),
+    "graphs, chunked prefill, arriving": Mode(
+        True, (64,), arrivals=1, inference=(("enable_chunked_prefill", True), ("max_tokens", 2048))
+    ),
+    "graphs, 2 draft tokens": Mode(True, (32,), drafts=2),
+}
+
+
+class HostTime:
+    """Microseconds that the host spends in the backend's preparation of each step."""
+
+    def __init__(self, attention: Any) -> None:
+        self.steps: list[float] = []
+        self._attention = attention
+        self._plan, self._derive = attention.plan_step, attention.derive_step
+        attention.plan_step, attention.derive_step = self._timed_plan, self._timed_derive
+
+    def _timed_plan(self, context: Any) -> None:
+        start = time.perf_counter()
+        self._plan(context)
+        self.steps.append((time.perf_counter() - start) * 1e6)
+
+    def _timed_derive(self) -> None:
+        start = time.perf_counter()
+        self._derive()
+        self.steps[-1] += (time.perf_counter() - start) * 1e6
+
+
+def serve(engine: Any, batch: int, arrivals: int) -> dict[str, float]:
+    """Let requests come and be answered.
+
+    Returns:
+        Milliseconds to a request's first token in the mean, of a step that only decodes (the median)
+        and of one that prefills; tokens a second over all, new ones only; microseconds of the host
+        in the backend per decode step (the median), if FlashInfer's.
+    """
+    context = engine.context
+    attention = getattr(context, "flashinfer_attention", None)
+    host = HostTime(attention) if attention is not None else None
+    arrived: dict[int, float] = {}
+    first: dict[int, float] = {}
+    decode_ms, prefill_ms, host_us = [], [], []
+    waiting, steps = batch, 0
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (not arrivals or steps % arrivals == 0):
+            [request] = model.add_requests(engine, 1, PROMPT_TOKENS, NEW_TOKENS)
+            arrived[request] = time.perf_counter()
+            waiting -= 1
+            if arrivals:
+                break
+        start = time.perf_counter()
+        finished = engine.step_modern()["finished_request_records"]
+        torch.cuda.synchronize()
+        end = time.perf_counter()
+        if context.batch_dimensions.prefill_req_count:
+            prefill_ms.append((end - start) * 1e3)
+        elif not finished:
+            decode_ms.append((end - start) * 1e3)
+            if host:
+                host_us.append(host.steps[-1])
+        for request in arrived.keys() - first.keys():
+            if engine.requests[request].record[-1].generated_tokens:
+                first[request] = end
+        for record in finished:
+            first.setdefault(record.merge().request_id, end)
+        steps += 1
+    seconds = time.perf_counter() - begin
+    result = {
+        "first_token_ms": 1e3 * statistics.mean(first[key] - arrived[key] for key in arrived),
+        "tokens_per_second": batch * NEW_TOKENS / seconds,
+    }
+    for name, samples in (
+        ("decode_ms", decode_ms),
+        ("prefill_ms", prefill_ms),
+        ("host_us", host_us),
+    ):
+        if samples:
+            result[name] = statistics.median(samples)
+    return result
+
+
+@torch.inference_mode()
+def worker(shape: str, variant: str, out: Path) -> None:
+    """Measure one variant in this process, on the tree that PYTHONPATH names."""
+    results: dict[str, dict[str, float]] = {}
+    with model.one_rank():
+        for name, mode in MODES.items():
+            model.seed()
+            torch.cuda.reset_peak_memory_stats()
+            inference = {"buffer_size_gb": 50, **dict(mode.inference), **VARIANTS[variant][1]}
+            engine = model.build_engine(
+                model.SHAPES[shape], mode.graphs, drafts=mode.drafts, **inference
+            )
+            serve(engine, 2, 0)  # what is compiled at first use
+            for batch in mode.batches:
+                case = f"{name}, {batch} requests"
+                results[case] = serve(engine, batch, mode.arrivals)
+                results[case]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            del engine
+            torch.cuda.empty_cache()
+    out.write_text(json.dumps(results))
+
+
+def run(trees: dict[str, Path], shape: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure all variants in turn, each in processes of its own.
+
+    Returns:
+        By case and variant the best of `rounds` processes: least times, most tokens a second.
+    """
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        for turn in range(rounds):
+            for variant, (tree, _) in VARIANTS.items():
+                print(f"engine: {shape}, {variant}, {turn + 1} of {rounds}", file=sys.stderr)
+                path = os.pathsep.join(
+                    [str(trees[tree].resolve()), os.environ.get("PYTHONPATH", "")]
+                )
+                command = [sys.executable, "-W", "ignore", __file__]
+                subprocess.run(
+                    [*command, "--worker", shape, variant, str(out)],
+                    env={**os.environ, "PYTHONPATH": path},
+                    check=True,
+                )
+                for case, values in json.loads(out.read_text()).items():
+                    best = found.setdefault(case, {}).setdefault(variant, values)
+                    for what, value in values.items():
+                        choose = max if what == "tokens_per_second" else min
+                        best[what] = choose(best[what], value)
+    return found
+
+
+def cases(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, dict[str, float]]]]:
+    """Shape, case and what each variant took."""
+    for shape, found in result["shapes"].items():
+        for case, variants in found["cases"].items():
+            yield shape, case, variants
+
+
+def misses(result: dict[str, Any]) -> list[str]:
+    """The goals that were missed, in words."""
+    missed = []
+    for shape, case, variants in cases(result):
+        ours, flash = variants["FlashInfer"], variants["stage 1"]
+        if "decode_ms" in ours and "decode_ms" in flash:
+            gain = flash["decode_ms"] / ours["decode_ms"]
+            wanted = MIN_GAIN if (shape, case) == GAIN_AT else MIN_RATIO
+            if gain < wanted:
+                missed.append(f"{shape}, {case}: {gain:.3f} times stage 1's decode rate")
+        if ours.get("host_us", 0) > MAX_HOST_US and "graphs" in case:
+            missed.append(f"{shape}, {case}: {ours['host_us']:.0f} µs of the host a decode step")
+    return missed
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The results as tables."""
+    lines = [
+        "# The engine on a GPU",
+        "",
+        "Made by `scripts/bench/engine.py`, at the root of the repository:",
+        "",
+        *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
+        "",
+        f"Random weights in bf16, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each. All"
+        " requests come at once,",
+        "or one a step where they are said to be arriving. `decode` is the median of steps that only",
+        "decode, synchronised; `ratio` is stage 1's over FlashInfer's. `host` is what the host spends in",
+        "FlashInfer's preparation of such a step. Memory is that of the whole process, cache included.",
+        "",
+        "![Decode rate beside stage 1](engine.png)",
+    ]
+    for shape, found in result["shapes"].items():
+        rows = []
+        for case, variants in found["cases"].items():
+            for variant, values in variants.items():
+                decode, flash = values.get("decode_ms"), variants["stage 1"].get("decode_ms")
+                rows.append(
+                    [
+                        case,
+                        variant,
+                        f"{values['first_token_ms']:.1f}",
+                        "" if decode is None else f"{decode:.3f}",
+                        "" if decode is None or flash is None else f"{flash / decode:.3f}",
+                        f"{values['tokens_per_second']:.0f}",
+                        f"{values['peak_gib']:.1f}",
+                        f"{values['host_us']:.0f}" if "host_us" in values else "",
+                    ]
+                )
+        where = found["environment"]
+        lines += ["", f"## {shape}", ""]
+        lines += environment.table(list(where), [list(where.values())])
+        head = [
+            "case",
+            "variant",
+            "first token ms",
+            "decode ms",
+            "ratio",
+            "tokens/s",
+            "GiB",
+            "host µs",
+        ]
+        lines += ["", *environment.table(head, rows)]
+    lines += ["", "## Goals", ""]
+    lines += [f"- missed: {miss}" for miss in misses(result)] or ["All met."]
+    return "\n".join([*lines, ""])
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Decode rate under graphs by batch, over stage 1's."""
+    from matplotlib import pyplot  # type: ignore
+
+    figure, axis = pyplot.subplots(figsize=(8, 4.5))
+    for shape, found in result["shapes"].items():
+        gains = [
+            variants["stage 1"]["decode_ms"] / variants["FlashInfer"]["decode_ms"]
+            for batch in BATCHES
+            for variants in [found["cases"][f"graphs, {batch} requests"]]
+        ]
+        axis.plot([str(batch) for batch in BATCHES], gains, marker="o", label=shape)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xlabel(f"requests, each of {PROMPT_TOKENS} tokens and more")
+    axis.set_ylabel("decode rate over FlashAttention's")
+    axis.legend()
+    where = next(iter(result["shapes"].values()))["environment"]
+    axis.set_title(f"CUDA graphs, bf16, {where['GPU']}, {where['date']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """Measure, write, and say which goals were missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for tree, what in (
+        ("base", "the unpatched base"),
+        ("stage1", "stage 1 applied"),
+        ("stage2", "both stages applied"),
+    ):
+        parser.add_argument(f"--{tree}", type=Path, help=f"tree with {what}")
+    parser.add_argument("--out", type=Path, help="folder for the results")
+    parser.add_argument("--shape", action="append", choices=list(model.SHAPES), help="repeatable")
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each variant")
+    parser.add_argument("--render", action="store_true", help="write only engine.md and .png, anew")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker[0], args.worker[1], Path(args.worker[2]))
+        return 0
+    if args.out is None:
+        parser.error("--out is required")
+    trees = {name: getattr(args, name) for name in ("base", "stage1", "stage2")}
+    results: Path = args.out / "engine.json"
+    result: dict[str, Any] = {"shapes": {}}
+    if results.exists():
+        result = json.loads(results.read_text())
+    if not args.render:
+        if None in trees.values():
+            parser.error("--base, --stage1 and --stage2 are required, unless with --render")
+        if not torch.cuda.is_available():
+            sys.exit("This benchmark needs a GPU, and torch finds none.")
+        args.out.mkdir(parents=True, exist_ok=True)
+        for shape in args.shape or ["8B"]:
+            found = run(trees, shape, args.rounds)
+            result["shapes"][shape] = {"environment": environment.versions(), "cases": found}
+            results.write_text(json.dumps(result, indent=1) + "\n")
+    text = markdown(result)
+    (args.out / "engine.md").write_text(text)
+    if importlib.util.find_spec("matplotlib"):
+        plot(result, args.out / "engine.png")
+    print(text)
+    return 1 if misses(result) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
