@@ -38,18 +38,27 @@ def one_rank() -> Iterator[None]:
     """What Megatron needs of a process before a model is built."""
     import torch.distributed as dist
 
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            with partitioned():
+                yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def partitioned(tensor: int = 1, pipeline: int = 1) -> Iterator[None]:
+    """Split models over that many of the process group's ranks."""
     from megatron.core import parallel_state
 
     one_split_on_hopper()
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        seed()
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    seed()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def one_split_on_hopper() -> None:
@@ -80,7 +89,7 @@ def seed() -> None:
 
 
 def build_engine(shape: Shape, graphs: bool, drafts: int = 0, **inference: Any) -> Any:
-    """An engine on a new model in bf16.
+    """An engine on a new model in bf16, split over ranks as `partitioned` says.
 
     Args:
         shape: The model's.
@@ -90,6 +99,7 @@ def build_engine(shape: Shape, graphs: bool, drafts: int = 0, **inference: Any) 
     """
     import torch
 
+    from megatron.core import parallel_state
     from megatron.core.inference.config import InferenceConfig
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
     from megatron.core.inference.engines import DynamicInferenceEngine
@@ -118,6 +128,8 @@ def build_engine(shape: Shape, graphs: bool, drafts: int = 0, **inference: Any) 
         pipeline_dtype=torch.bfloat16,
         bf16=True,
         mtp_num_layers=drafts or None,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         inference_rng_tracker=True,
         cuda_graph_impl="local" if graphs else "none",
     )
@@ -127,6 +139,8 @@ def build_engine(shape: Shape, graphs: bool, drafts: int = 0, **inference: Any) 
         transformer_layer_spec=layer,
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         position_embedding_type="rope",
         mtp_block_spec=(

@@ -32,9 +32,11 @@ import kernels  # noqa: E402
 import megatron.core.inference.engines  # noqa: E402  # before torch is changed below
 import megatron.core.inference.flashinfer_attention  # noqa: E402
 import model  # noqa: E402
+import parallel  # noqa: E402
 import parity  # noqa: E402
 import rollout  # noqa: E402
 import timing  # noqa: E402
+from megatron.core.inference import communication_utils  # noqa: E402
 
 WHERE = {'GPU': 'none', 'date': 'today'}
 SMALL = {'buffer_size_gb': 0.1, 'max_requests': 16, 'max_sequence_length': 512}
@@ -124,6 +126,18 @@ def _parity() -> str:
     return parity.markdown({'environment': WHERE, 'distances': distances, 'missed': missed})
 
 
+def _parallel() -> str:
+    parity.REQUESTS, parity.LONGEST_PROMPT, parity.NEW_TOKENS = 3, 40, 4
+    parallel.REQUESTS, parallel.PROMPT_TOKENS, parallel.NEW_TOKENS = 2, 20, 4
+    parallel.SHAPE, parallel.GRAPHS = model.SHAPES['8B'], (False,)
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group('nccl')
+    layouts = {name: parallel.measure(layout) for name, layout in parallel.LAYOUTS.items()}
+    if torch.distributed.get_rank():
+        return ''
+    return parallel.markdown({'environment': WHERE, 'gpus': 2, 'layouts': layouts})
+
+
 def main() -> None:
     """Run the benchmark that is named."""
     model.VOCABULARY = 500
@@ -136,6 +150,7 @@ def main() -> None:
         (model, 'build_engine', _small_engine),
         (timing, 'graph_of', _call_in_place_of_a_graph),
         (timing, 'alternate', _one_call_each),
+        (communication_utils, '_is_cuda', lambda tensor: None),
         (torch, 'Generator', lambda device='cpu': generator()),
         (torch.cuda, 'reset_peak_memory_stats', lambda: None),
         (torch.cuda, 'max_memory_allocated', lambda: 1 << 30),

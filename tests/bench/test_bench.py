@@ -40,11 +40,26 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[ModuleType]:
         ('engine', ['| eager, 3 requests | stage 2, off |', '| drafts, 2 requests | FlashInfer |']),
         ('rollout', ['| roll-out, tokens/s |', '| divergence with the new weights |']),
         ('parity', ['| FlashInfer fa2 |', 'Met: mean and KL from the float32 forward']),
+        (
+            'parallel',
+            [
+                '| TP 2 | eager |',
+                '| PP 2 | eager |',
+                '| TP 2, one KV head | eager |',
+                '2/1, 2/1 | 0.00e+00',
+                'Nothing was missed.',
+            ],
+        ),
     ],
 )
 def test_it_runs(stage2: Path, name: str, rows: list[str]) -> None:
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2']
     done = subprocess.run(
-        [sys.executable, '-P', '-W', 'ignore', str(_HERE / 'on_cpu.py'), name, str(stage2)],
+        [
+            *(sys.executable, '-P', '-W', 'ignore'),
+            *(launch if name == 'parallel' else []),
+            *(str(_HERE / 'on_cpu.py'), name, str(stage2)),
+        ],
         env=os.environ
         | {'OMP_NUM_THREADS': '1', 'TRITON_INTERPRET': '1', 'TORCH_COMPILE_DISABLE': '1'},
         capture_output=True,
@@ -111,6 +126,19 @@ def test_parity_misses() -> None:
 
     assert missed(1.04) == []
     assert len(missed(1.3)) == 8
+
+
+@pytest.mark.usefixtures('bench')
+def test_parallel_misses() -> None:
+    import parallel
+
+    def missed(mean: float, kv_heads: int) -> list[str]:
+        rank = {'query_heads': 16, 'kv_heads': kv_heads, 'gib': 1.0}
+        row = {'graphs': True, 'ranks': {'FlashInfer': [rank, rank]}, 'distance': {'mean': mean}}
+        return parallel.misses({'TP 2, one KV head': [row]})
+
+    assert missed(0.01, 1) == []
+    assert len(missed(float('nan'), 2)) == 2
 
 
 @pytest.mark.usefixtures('bench')
