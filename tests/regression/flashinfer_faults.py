@@ -43,6 +43,8 @@ def _arrays(owner: Any) -> Iterator[Tensor]:
         elif name == '_wrappers':
             for wrapper in value.values():
                 yield wrapper._int_workspace_buffer
+        elif name == '_wrapper':
+            yield value._int_workspace_buffer
 
 
 def _destroy_plan(attention: Any) -> None:
@@ -92,18 +94,34 @@ def previous_tables(model: Model) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def previous_fa2_plan(model: Model) -> Iterator[None]:
+def _plans_repeated(kernel: Any, plan: Callable[..., None]) -> AbstractContextManager[Any]:
     """A step of the same shape as the one before is run by the plan of that."""
-    del model
     last: list[Any] = [None]
 
-    def plan(self: Any, shape: Any) -> None:
+    def planned(self: Any, shape: Any) -> None:
         if shape != last[0]:
-            _plan_fa2(self, shape)
+            plan(self, shape)
         last[0] = shape
 
-    with _replaced(kernels.Fa2, 'plan', plan):
+    return _replaced(kernel, 'plan', planned)
+
+
+@contextmanager
+def previous_fa2_plan(model: Model) -> Iterator[None]:
+    """fa2 runs a step of the same shape as the one before by the plan of that."""
+    del model
+    with _plans_repeated(kernels.Fa2, _plan_fa2):
+        yield
+
+
+@contextmanager
+def previous_mla_plan(model: Model) -> Iterator[None]:
+    """MLA's kernel runs a step of the same shape as the one before by the plan of that."""
+    del model
+    # It is not in every tree that has FlashInfer.
+    from megatron.core.inference.flashinfer_attention.mla import Mla
+
+    with _plans_repeated(Mla, Mla.plan):
         yield
 
 
@@ -266,6 +284,7 @@ FAULTS: dict[str, Fault] = {
         plan_destroyed,
         previous_tables,
         previous_fa2_plan,
+        previous_mla_plan,
         window_of_another_layer,
         pages_shifted,
         fa2_pages_shifted,

@@ -72,6 +72,9 @@ def _missing(scenario: Scenario, device: torch.device) -> str:
     if 'inference_attention_backend' in scenario.inference:
         if not hasattr(dynamic_context.DynamicInferenceContext, 'flashinfer_attention'):
             return 'a later patch of the stage lets FlashInfer compute attention'
+        if scenario.model.get('multi_latent_attention'):
+            if not importlib.util.find_spec('megatron.core.inference.flashinfer_attention.mla'):
+                return 'a later patch of the stage lets FlashInfer do multi-latent attention'
         if importlib.util.find_spec('flashinfer') is None:
             return 'FlashInfer is not installed'
     if scenario.inference.get('unified_memory_level'):

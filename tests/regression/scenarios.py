@@ -72,9 +72,15 @@ class Scenario:
             for name, size in self.inference.items()
             if name.endswith('buffer_size_gb')
         }
+        dims: dict[str, Any] = {'kv_channels': 64}
+        if self.model.get('multi_latent_attention'):
+            # 576 elements a token where there were 40, of half the size. As many more summands make
+            # larger keys and values of the same weights, and larger rounding.
+            dims = {'kv_lora_rank': 512, 'qk_pos_emb_head_dim': 64, 'init_method_std': 0.15}
+            buffers = {name: size * 7.2 / 2 for name, size in buffers.items()}
         return replace(
             self.varied('wide', **buffers),
-            model={**self.model, 'kv_channels': 64, 'dtype': 'bfloat16'},
+            model={**self.model, **dims, 'dtype': 'bfloat16'},
             keeps_cache=True,
         )
 
@@ -423,7 +429,28 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
     ):
         base = SCENARIOS[name].wide
         yield base, _flashinfer(base, 'fa2', 'HND')
+    yarn = {'rope_type': 'yarn', 'rotary_scaling_factor': 4.0, 'mscale_all_dim': 1.0}
+    latents = SCENARIOS['mla-latents']
+    stretched = replace(latents, name='mla-latents-yarn', model={**latents.model, **yarn}).wide
+    for base in (
+        stretched,
+        *(
+            SCENARIOS[name].wide
+            for name in (
+                'mla-latents-chunked',
+                'mla-latents-prefixes',
+                'mla-latents-speculation',
+                'mla-latents-tight',
+                'mla-latents-suspend-recompute',
+                'tp2-mla-latents',
+            )
+        ),
+    ):
+        yield base, _flashinfer(base)
+    yield stretched, _flashinfer(stretched, 'fa2')
     for name, kernel, scope in (
+        ('mla-latents', 'auto', 'block'),
+        ('mla-latents-chunked', 'fa2', 'layer'),
         ('gqa-blocks-64', 'auto', 'layer'),
         ('gqa-blocks-64', 'auto', 'block'),
         ('mqa-blocks-256', 'fa2', 'block'),
@@ -455,6 +482,7 @@ REPLANNED = (
     'tight-wide-flashinfer',
     'window-sinks-chunked-wide-fa2',
     'speculation-async-wide-fa2',
+    'mla-latents-chunked-wide-flashinfer',
     'gqa-blocks-64-wide-flashinfer-graphs-block',
     'arrivals-wide-flashinfer-graphs-block',
     'arrivals-wide-fa2-graphs-layer',
@@ -480,7 +508,12 @@ FLASHINFER_FAULTS = {
     'decode_slots_off_by_one': ('gqa-blocks-16-wide-flashinfer', 'arrivals-wide-flashinfer'),
     'prefill_taken_for_decode': ('arrivals-wide-flashinfer',),
     'padding_left_out': ('chunked-prefill-arrivals-wide-flashinfer',),
-    'scale_ignored': ('gqa-blocks-16-wide-flashinfer', 'async-wide-fa2'),
+    'scale_ignored': (
+        'gqa-blocks-16-wide-flashinfer',
+        'async-wide-fa2',
+        'mla-latents-yarn-wide-flashinfer',
+    ),
+    'previous_mla_plan': ('mla-latents-yarn-wide-flashinfer', 'mla-latents-tight-wide-flashinfer'),
 }
 
 

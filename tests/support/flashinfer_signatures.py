@@ -18,7 +18,8 @@ from zipfile import Path as ZipPath
 
 from series.model import Project, scratch
 
-MODULES = ('xqa', 'prefill', 'decode')
+MODULES = {'xqa': 'xqa.py', 'prefill': 'prefill.py', 'decode': 'decode.py', 'mla': 'mla/_core.py'}
+"""The file that each is in."""
 WHEELS = {
     '0.6.18.post1': 'adb6d2952b47131138e108bd2999b1fe18b71f1a4c0b2684f168753db9563991',
     '0.7.4': 'a051a62e09a2738e8b0de47a1944fd2f0f3eff01b728b662141ea660cb09dd32',
@@ -76,8 +77,11 @@ def of_folder(folder: Traversable) -> dict[str, Signature]:
         default that is no literal is its source.
     """
     found = {}
-    for module in MODULES:
-        tree = ast.parse((folder / 'flashinfer' / f'{module}.py').read_text(encoding='utf-8'))
+    for module, path in MODULES.items():
+        file = folder.joinpath('flashinfer', *path.split('/'))
+        if not file.is_file():
+            continue
+        tree = ast.parse(file.read_text(encoding='utf-8'))
         for node in tree.body:
             # Of several definitions of a name the last one holds, the others are overloads.
             if isinstance(node, ast.FunctionDef):

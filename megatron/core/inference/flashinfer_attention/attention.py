@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.config import FlashInferKernel, InferenceConfig
+from megatron.core.models.common.embeddings import _yarn_get_mscale
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import log_single_rank
 
 from .kernels import KERNELS, MIB, Bookkeeping, Call, Kernel, Layer, Setup
+from .mla import MLA_KERNELS, refuse_large_steps
 from .selection import AttentionProblem, require_flashinfer, select
 from .step import StepShape
 
@@ -52,16 +54,30 @@ class FlashInferAttention:
         self._version = require_flashinfer()
         if torch.cuda.device_count() == 0:
             raise ValueError("FlashInfer attention needs a CUDA device, and there is none.")
+        is_mla = isinstance(model_config, MLATransformerConfig)
         self._problem = AttentionProblem(
             compute_capability=torch.cuda.get_device_capability(),
             dtype=model_config.params_dtype,
             num_query_heads=context.num_query_heads_per_partition,
-            num_kv_heads=context.num_kv_heads_per_partition,
-            head_dim=context.hidden_size_per_attention_head,
+            num_kv_heads=1 if is_mla else context.num_kv_heads_per_partition,
+            head_dim=(
+                model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim
+                if is_mla
+                else context.hidden_size_per_attention_head
+            ),
             block_size_tokens=context.block_size_tokens,
             layout=inference_config.kv_cache_layout,
+            latent_dim=model_config.kv_lora_rank if is_mla else None,
         )
         self._selection = select(self._problem, inference_config.flashinfer_kernel)
+        self._kernel_types = MLA_KERNELS if is_mla else KERNELS
+        if is_mla:
+            refuse_large_steps(
+                self._problem,
+                context.max_requests,
+                context.max_tokens,
+                torch.cuda.get_device_properties().multi_processor_count,
+            )
         self._tokens_per_decode = context.num_speculative_tokens + 1
         self._max_tokens = context.max_tokens
         self._window_size = model_config.window_size
@@ -78,7 +94,14 @@ class FlashInferAttention:
     def _refuse_features(model_config: TransformerConfig) -> None:
         instead = "set inference_attention_backend to flash"
         if isinstance(model_config, MLATransformerConfig):
-            raise ValueError(f"FlashInfer attention does not do multi-latent attention: {instead}.")
+            does_not = "FlashInfer attention does not do multi-latent attention"
+            if not model_config.cache_mla_latents:
+                raise ValueError(f"{does_not} without cached latents: set cache_mla_latents.")
+            if model_config.softmax_type != "vanilla":
+                # FlashAttention in dynamic inference leaves them out without a word.
+                raise ValueError(f"{does_not} with sinks: set softmax_type to vanilla.")
+            if model_config.window_size is not None:
+                raise ValueError(f"{does_not} with a window: set window_size to None.")
         variant = model_config.experimental_attention_variant
         if variant is not None:
             raise ValueError(f"FlashInfer attention does not do {variant}: {instead}.")
@@ -96,6 +119,13 @@ class FlashInferAttention:
 
     def _layer(self, model_config: TransformerConfig, windowed: bool) -> Layer:
         scale = model_config.softmax_scale
+        if isinstance(model_config, MLATransformerConfig):
+            # As its layers have it, by the head dim before absorption.
+            mscale = _yarn_get_mscale(
+                model_config.rotary_scaling_factor, model_config.mscale_all_dim
+            )
+            head_dim = model_config.qk_head_dim + model_config.qk_pos_emb_head_dim
+            scale = mscale**2 / math.sqrt(head_dim)
         return Layer(
             window_left=model_config.window_size[0] if windowed else -1,
             softmax_scale=1 / math.sqrt(self._problem.head_dim) if scale is None else scale,
@@ -130,7 +160,7 @@ class FlashInferAttention:
         self._log(f"{self._selection}, of version {self._version}")
         self._log("building its kernels; where they must be compiled, this takes minutes")
         for kernel in dict.fromkeys((self._selection.decode, self._selection.prefill)):
-            self._kernels[kernel] = KERNELS[kernel](setup)
+            self._kernels[kernel] = self._kernel_types[kernel](setup)
         # Some are compiled here.
         keys, values = context.kv_cache_spec.layer_views(context.memory_buffer, layer=0)
         self._launch_once(setup, keys, values)
@@ -142,7 +172,7 @@ class FlashInferAttention:
     def _log(message: str) -> None:
         log_single_rank(logger, logging.INFO, f"FlashInfer attention: {message}")
 
-    def _launch_once(self, setup: Setup, keys: Tensor, values: Tensor) -> None:
+    def _launch_once(self, setup: Setup, keys: Tensor, values: Optional[Tensor]) -> None:
         """Launch every kernel on a step of nothing but padding."""
         shape = StepShape(
             num_decode=0,
@@ -161,7 +191,7 @@ class FlashInferAttention:
             kernel.plan(shape)
             kernel.derive(shape)
         for layer in setup.layers:
-            self._attend(Call(query, keys, values, torch.empty_like(query), layer, shape))
+            self._attend(self._call(query, keys, values, layer, shape))
         # What fails, fails here. And the host's copies are free for the first step's plan.
         torch.cuda.synchronize()
 
@@ -179,7 +209,7 @@ class FlashInferAttention:
         decode_only = context.is_decode_only()
         # A graph counts slots, not phases: decodes may lie behind its decode slots, or prefills in
         # them. The prefill kernel, which comes second, takes all but real decodes in decode slots.
-        split = KERNELS[self._selection.decode].SPLITS_STEPS
+        split = self._kernel_types[self._selection.decode].SPLITS_STEPS
         slots = padded.decode_req_count if decode_only or split else 0
         if split and not context.using_cuda_graph_this_step():
             # Padding rows would keep the decode kernel from splitting keys over the whole GPU.
@@ -214,7 +244,7 @@ class FlashInferAttention:
         self,
         query: Tensor,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Optional[Tensor],
         layer_number: int,
         sinks: Optional[Tensor] = None,
     ) -> Tensor:
@@ -222,24 +252,41 @@ class FlashInferAttention:
 
         Args:
             query (Tensor): Queries of this step, `(tokens, 1, query_heads, head_dim)`, padding
-                included, in the order of the context's requests.
-            key_cache (Tensor): The layer's keys, `(blocks, block_size, kv_heads, head_dim)`.
-            value_cache (Tensor): The layer's values, likewise.
+                included, in the order of the context's requests; with latents, absorbed ones.
+            key_cache (Tensor): The layer's keys, `(blocks, block_size, kv_heads, head_dim)`, or
+                latents, `(blocks, block_size, head_dim)`.
+            value_cache (Optional[Tensor]): The layer's values, as keys; None with latents.
             layer_number (int): Number of the layer in the whole model, from 1.
             sinks (Optional[Tensor]): Logit per query head that joins its softmax's denominator.
 
         Returns:
-            (Tensor) Attention, shaped as `query`; of padding tokens something finite.
+            (Tensor) Attention, `(tokens, 1, query_heads, value_dim)`, where values of latents are
+                their elements but the rotary ones; of padding tokens something finite.
         """
         assert self._shape is not None
         query = query.squeeze(1).contiguous()
-        output = torch.empty_like(query)
         windowed = is_layer_window_attention(
             self._window_size, self._window_attn_skip_freq, layer_number
         )
         layer = self._layers[windowed]
-        self._attend(Call(query, key_cache, value_cache, output, layer, self._shape, sinks))
-        return output.unsqueeze(1)
+        call = self._call(query, key_cache, value_cache, layer, self._shape, sinks)
+        self._attend(call)
+        return call.output.unsqueeze(1)
+
+    def _call(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Optional[Tensor],
+        layer: Layer,
+        shape: StepShape,
+        sinks: Optional[Tensor] = None,
+    ) -> Call:
+        value_dim = self._problem.value_dim
+        if value_cache is None:
+            value_cache = key_cache[..., :value_dim]
+        output = torch.empty_like(query[..., :value_dim])
+        return Call(query, key_cache, value_cache, output, layer, shape, sinks)
 
     def _attend(self, call: Call) -> None:
         if call.shape.decode_slots:

@@ -98,9 +98,10 @@ class Call:
 
     Args:
         query: Contiguous `(tokens, query_heads, head_dim)`.
-        key_cache: `(blocks, block_size, kv_heads, head_dim)`.
-        value_cache: Likewise.
-        output: Contiguous, shaped as `query`; a kernel writes its own rows.
+        key_cache: `(blocks, block_size, kv_heads, head_dim)`; of latents `(blocks, block_size,
+            head_dim)`.
+        value_cache: Likewise; of latents the part of `key_cache` that is the value.
+        output: Contiguous `(tokens, query_heads, value_dim)`; a kernel writes its own rows.
         layer: Kind of the layer.
         shape: Extents of the step.
         sinks: Natural logit per query head that joins its softmax's denominator; None: none.
@@ -429,7 +430,59 @@ class Fa3(_Wrapped):
         super().prefill(call)
 
 
-class Fa2(_Wrapped, DecodeKernel):
+@dataclass(frozen=True)
+class Rows:
+    """What a planner of FlashInfer is told of a step, int32. Padding tokens are of the last row.
+
+    Args:
+        query_starts: First query token of each row, and the end of the last, on the host.
+        page_starts: Place of each row's first page id, and the end of the last, on the host.
+        page_ids: On the device, always at the same address.
+        kv_lengths: Tokens of each row in the cache, those of this step included, on the host.
+    """
+
+    query_starts: Tensor
+    page_starts: Tensor
+    page_ids: Tensor
+    kv_lengths: Tensor
+
+
+class HostPlanned(Kernel):
+    """A kernel that is planned on the host, from the pinned bookkeeping. A page is a block."""
+
+    _setup: Setup
+
+    def _allocate_page_ids(self) -> None:
+        setup = self._setup
+        pages = setup.max_requests * setup.max_kv_blocks
+        self._page_ids = torch.zeros(pages, dtype=torch.int32, device=setup.device)
+        self._cpu_page_ids = torch.zeros(pages, dtype=torch.int32, pin_memory=True)
+
+    def _rows(self, shape: StepShape, count: int) -> Rows:
+        """The tables of so many rows, their page ids on the way to the device."""
+        books, block_size = self._setup.books, self._setup.problem.block_size_tokens
+        query_lengths = torch.zeros(count, dtype=torch.int32)
+        kv_lengths = torch.zeros_like(query_lengths)
+        requests = slice(shape.num_requests)
+        query_lengths[requests] = books.cpu_query_lengths[requests]
+        kv_lengths[requests] = books.cpu_kv_lengths[requests]
+        query_lengths[-1] += shape.num_tokens - query_lengths.sum()
+        pages = (kv_lengths + block_size - 1) // block_size
+
+        used = torch.arange(self._setup.max_kv_blocks) < pages[requests].unsqueeze(1)
+        page_ids = books.cpu_block_table[requests][used]
+        total = page_ids.numel()
+        self._cpu_page_ids[:total] = page_ids
+        self._page_ids[:total].copy_(self._cpu_page_ids[:total], non_blocking=True)
+        return Rows(
+            query_starts=torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0)).int(),
+            page_starts=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
+            page_ids=self._page_ids[:total],
+            kv_lengths=kv_lengths,
+        )
+
+
+class Fa2(_Wrapped, HostPlanned, DecodeKernel):
     """Any phase on any GPU, by a plan that the host makes of each step and kind of layer.
 
     Padding tokens are one more request that has no keys: the kernel writes zeros for it. Keys of a
@@ -451,14 +504,15 @@ class Fa2(_Wrapped, DecodeKernel):
     )
 
     def __init__(self, setup: Setup) -> None:
-        rows, pages = setup.max_requests + 1, setup.max_requests * setup.max_kv_blocks
+        rows = setup.max_requests + 1
 
         def array(length: int) -> Tensor:
             return torch.zeros(length, dtype=torch.int32, device=setup.device)
 
+        self._setup = setup
         self._query_starts, self._page_starts = array(rows + 1), array(rows + 1)
-        self._page_ids, self._last_page_lengths = array(pages), array(rows)
-        self._cpu_page_ids = torch.zeros(pages, dtype=torch.int32, pin_memory=True)
+        self._last_page_lengths = array(rows)
+        self._allocate_page_ids()
         super().__init__(
             setup,
             use_cuda_graph=True,
@@ -474,23 +528,9 @@ class Fa2(_Wrapped, DecodeKernel):
 
     def plan(self, shape: StepShape) -> None:
         """Plan all rows."""
-        books, block_size = self._setup.books, self._setup.problem.block_size_tokens
-        query_lengths = torch.zeros(shape.padded_requests + 1, dtype=torch.int32)
-        kv_lengths = torch.zeros_like(query_lengths)
-        query_lengths[: shape.num_requests] = books.cpu_query_lengths[: shape.num_requests]
-        kv_lengths[: shape.num_requests] = books.cpu_kv_lengths[: shape.num_requests]
-        query_lengths[-1] = shape.num_tokens - query_lengths.sum()
-        pages = (kv_lengths + block_size - 1) // block_size
-
-        query_starts = torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0))
-        page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0))
-        used = torch.arange(self._setup.max_kv_blocks) < pages[:-1].unsqueeze(1)
-        page_ids = books.cpu_block_table[: shape.padded_requests][used]
-        count = page_ids.numel()
-        self._cpu_page_ids[:count] = page_ids
-        self._page_ids[:count].copy_(self._cpu_page_ids[:count], non_blocking=True)
-
-        rows = shape.padded_requests + 1
+        rows, block_size = shape.padded_requests + 1, self._setup.problem.block_size_tokens
+        tables = self._rows(shape, rows)
+        earlier_pages = (tables.page_starts.diff() - 1).clamp(min=0)
         tiles, tile = self._tiles(rows, shape.num_tokens)
         partial = self._setup.problem.num_query_heads * (self._setup.problem.head_dim + 1) * 4
         split = tiles * tile * partial + 16 <= self.WORKSPACE_BYTES
@@ -508,10 +548,10 @@ class Fa2(_Wrapped, DecodeKernel):
             wrapper._paged_kv_indptr_buf = self._page_starts[: rows + 1]
             wrapper._paged_kv_last_page_len_buf = self._last_page_lengths[:rows]
             wrapper.plan(
-                query_starts.int(),
-                page_starts.int(),
-                self._page_ids[:count],
-                kv_lengths - (pages - 1).clamp(min=0) * block_size,
+                tables.query_starts,
+                tables.page_starts,
+                tables.page_ids,
+                tables.kv_lengths - earlier_pages * block_size,
                 disable_split_kv=not split,
                 # Other kernels use this. Unless it is given, it is looked for in a Python loop.
                 max_token_per_sequence=shape.num_tokens,

@@ -35,6 +35,13 @@ PREFERENCE: Dict[int, Phases] = {
     10: Phases(decode=(TRTLLM_GEN, FA2), prefill=(TRTLLM_GEN, FA2)),
     12: Phases(decode=(FA2,), prefill=(FA2,)),
 }
+# With multi-latent attention, FlashInfer's own preference, not run. One kernel serves both phases.
+MLA_PREFERENCE: Dict[int, Phases] = {
+    8: Phases(decode=(FA2,), prefill=(FA2,)),
+    9: Phases(decode=(FA3, FA2), prefill=(FA3, FA2)),
+    10: Phases(decode=(FA2,), prefill=(FA2,)),
+    12: Phases(decode=(FA2,), prefill=(FA2,)),
+}
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,16 @@ class Limits:
         max_ratio: Most query heads that share a KV head; None: any number.
         page_sizes: Sizes of a page in tokens, the preferred one first. A block is cut into pages,
             which are contiguous in NHD only. None: a page is a block, whatever its size and layout.
+        latent_dim: As of a problem.
+        query_heads: Counts of query heads; None: any.
     """
 
     majors: Tuple[int, ...]
     head_dims: Tuple[int, ...]
     max_ratio: Optional[int] = None
     page_sizes: Optional[Tuple[int, ...]] = None
+    latent_dim: Optional[int] = None
+    query_heads: Optional[Tuple[int, ...]] = None
 
 
 LIMITS: Dict[FlashInferKernel, Limits] = {
@@ -65,6 +76,16 @@ LIMITS: Dict[FlashInferKernel, Limits] = {
     FA2: Limits(majors=(8, 9, 10, 12), head_dims=(64, 128, 256)),
     TRTLLM_GEN: Limits(majors=(10,), head_dims=(64, 128, 256), page_sizes=(64, 32, 16)),
 }
+# A tile is 64 or 128 pairs of query and head. Where one ends between two heads of a query, its
+# causal bound falls short of that query's newest key, so heads must divide tiles. 128 heads meet
+# none of 64, which FlashInfer takes where rows have no more than half a token on average.
+MLA_QUERY_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+MLA_LIMITS: Dict[FlashInferKernel, Limits] = {
+    FA3: Limits(majors=(9,), head_dims=(576,), latent_dim=512, query_heads=MLA_QUERY_HEADS),
+    FA2: Limits(
+        majors=(8, 9, 10, 12), head_dims=(576,), latent_dim=512, query_heads=MLA_QUERY_HEADS
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -76,9 +97,11 @@ class AttentionProblem:
         dtype: Of queries, keys, values and output.
         num_query_heads: In this partition.
         num_kv_heads: In this partition.
-        head_dim: Elements of one head.
+        head_dim: Elements of one query head, and of one key.
         block_size_tokens: Tokens of one KV cache block.
         layout: Of a KV cache block.
+        latent_dim: Of absorbed multi-latent attention on cached latents: leading elements of a key
+            that are its value. None: keys and values are apart.
     """
 
     compute_capability: Tuple[int, int]
@@ -88,6 +111,20 @@ class AttentionProblem:
     head_dim: int
     block_size_tokens: int
     layout: KVCacheLayout = KVCacheLayout.NHD
+    latent_dim: Optional[int] = None
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of one value, and of one head's output."""
+        return self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def dims(self) -> str:
+        """What the elements of a head are, for messages."""
+        if self.latent_dim is None:
+            return f"head dim {self.head_dim}"
+        rotary = self.head_dim - self.latent_dim
+        return f"latents of {self.latent_dim} and {rotary} rotary elements"
 
     @property
     def ratio(self) -> int:
@@ -96,6 +133,8 @@ class AttentionProblem:
 
     def page_size(self, kernel: FlashInferKernel) -> Optional[int]:
         """Tokens of one of the kernel's pages; None where no page size divides a block."""
+        if self.latent_dim is not None:
+            return self.block_size_tokens
         page_sizes = LIMITS[kernel].page_sizes
         if page_sizes is None:
             return self.block_size_tokens
@@ -117,12 +156,16 @@ class Selection:
 
 def why_not(kernel: FlashInferKernel, problem: AttentionProblem) -> Optional[str]:
     """Why a kernel cannot compute a problem; None if it can."""
-    limits = LIMITS[kernel]
+    limits = (LIMITS if problem.latent_dim is None else MLA_LIMITS).get(kernel)
+    if limits is None:
+        return "does not do multi-latent attention"
     major, minor = problem.compute_capability
     if major not in limits.majors:
         return f"is not built for SM {major}.{minor}"
-    if problem.head_dim not in limits.head_dims:
-        return f"does not take head dim {problem.head_dim}"
+    if problem.head_dim not in limits.head_dims or problem.latent_dim != limits.latent_dim:
+        return f"does not take {problem.dims}"
+    if limits.query_heads is not None and problem.num_query_heads not in limits.query_heads:
+        return f"does not take {problem.num_query_heads} query heads"
     if limits.max_ratio is not None and problem.ratio > limits.max_ratio:
         return f"does not take {problem.ratio} query heads per KV head"
     if problem.page_size(kernel) is None:
@@ -145,7 +188,7 @@ def select(
         ValueError: If no kernel, or not the pinned one, can compute the problem.
     """
     major, minor = problem.compute_capability
-    phases = PREFERENCE.get(major)
+    phases = (PREFERENCE if problem.latent_dim is None else MLA_PREFERENCE).get(major)
     if phases is None:
         raise ValueError(
             f"FlashInfer attention needs a GPU of SM 8.0 or later that its kernels are built for, "

@@ -163,16 +163,13 @@ class TestRefusals:
 
         return build
 
-    @pytest.mark.parametrize("cached_latents", [False, True])
-    def test_latent_attention(self, refused, cached_latents):
+    def test_latents_that_are_not_cached(self, refused):
         model = MLATransformerConfig(
-            **{**MODEL, "num_query_groups": None},
-            multi_latent_attention=True,
-            cache_mla_latents=cached_latents,
+            **{**MODEL, "num_query_groups": None}, multi_latent_attention=True
         )
-        assert refused(ValueError, model, block_size_tokens=64) == (
-            "FlashInfer attention does not do multi-latent attention: "
-            "set inference_attention_backend to flash."
+        assert refused(ValueError, model) == (
+            "FlashInfer attention does not do multi-latent attention without cached latents: "
+            "set cache_mla_latents."
         )
 
     @pytest.mark.parametrize("variant", ["gated_delta_net", "dsa"])

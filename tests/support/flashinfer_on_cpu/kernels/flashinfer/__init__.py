@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from . import decode as decode
+from . import mla as mla
 from . import prefill as prefill
 from .prefill import BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper
 from .xqa import xqa as xqa

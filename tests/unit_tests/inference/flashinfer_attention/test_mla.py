@@ -1,0 +1,370 @@
+# Copyright (c) 2026 NVIDIA CORPORATION & AFFILIATES. All rights reserved.
+
+"""Absorbed multi-latent attention by FlashInfer against float32, in a poisoned cache of latents."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("flashinfer")
+
+from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.flashinfer_attention import FlashInferAttention
+from megatron.core.inference.flashinfer_attention.kernels import MIB
+from megatron.core.inference.flashinfer_attention.mla import Mla, refuse_large_steps
+from megatron.core.inference.flashinfer_attention.selection import AttentionProblem, select
+from megatron.core.inference.kv_cache import LatentKVCacheSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from .batch import DEVICE, HAVE_GPU, NAN, Batch
+from .test_graphs import Graph, needs_gpu, no_synchronization, numbers
+
+LATENT, ROTARY = 512, 64
+QUERY_DIM = 128 + ROTARY  # before absorption, by which scores are scaled
+EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000]
+SHORT = [(1, 1), (1, 300), (5, 5), (64, 64), (100, 356), (127, 127), (128, 130), (129, 129)]
+SHAPES = {
+    "heads16": dict(heads=16),
+    "heads1": dict(heads=1),
+    "heads64": dict(heads=64, block_size=128),
+    "fp16": dict(heads=16, dtype=torch.float16),
+    "block16": dict(heads=16, block_size=16),
+    "block64": dict(heads=16, block_size=64),
+}
+
+
+class LatentBatch(Batch):
+    """As `Batch`, of absorbed queries on a cache of latents."""
+
+    def __init__(self, *args, heads=16, max_requests=None, model=None, **options) -> None:
+        super().__init__(
+            *args,
+            heads=heads,
+            kv_heads=1,
+            head_dim=LATENT + ROTARY,
+            max_requests=max_requests,
+            **options,
+        )
+        self.spec = LatentKVCacheSpec(
+            num_layers=2,
+            block_size_tokens=self.block_size,
+            dtype=self.dtype,
+            latent_dim=LATENT + ROTARY,
+        )
+        # The keys of the cache that the base class has filled, as latents.
+        self.storage = self.storage[0].squeeze(3).contiguous()
+        self.context.kv_cache_spec, self.context.memory_buffer = self.spec, self.storage
+        self.context.max_requests = len(self.table)
+        self.config = latent_config(heads, self.dtype, **(model or {}))
+        self.scale = QUERY_DIM**-0.5
+
+    def expected(self, layer=1, scale=None):
+        """What `run` should give for the tokens that are no padding, in float32."""
+        latents = self.spec.layer_views(self.storage, layer - 1)[0]
+        outputs, start = [], 0
+        for row, (query_length, kv) in enumerate(zip(self.queries, self.kvs)):
+            blocks = self.table[row, : -(-kv // self.block_size)].long().to(DEVICE)
+            keys = latents[blocks].flatten(0, 1)[:kv].float()
+            query = self.query[start : start + query_length, 0].float()
+            start += query_length
+            scores = torch.einsum("qhd,kd->hqk", query, keys) * (scale or self.scale)
+            position = torch.arange(kv - query_length, kv, device=DEVICE).unsqueeze(1)
+            hidden = torch.arange(kv, device=DEVICE) > position
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hqk,kd->qhd", weights, keys[:, :LATENT]))
+        return torch.cat(outputs)
+
+
+def latent_config(heads=16, dtype=torch.bfloat16, **changes) -> MLATransformerConfig:
+    """The configuration of a model whose latents FlashInfer has kernels for."""
+    options = dict(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=heads,
+        multi_latent_attention=True,
+        cache_mla_latents=True,
+        kv_lora_rank=LATENT,
+        qk_pos_emb_head_dim=ROTARY,
+        qk_head_dim=QUERY_DIM - ROTARY,
+        v_head_dim=128,
+        rope_type="rope",
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+    )
+    return MLATransformerConfig(**{**options, **changes})
+
+
+@pytest.fixture(params=["auto", "fa2"])
+def kernel(request):
+    """A kernel to pin."""
+    return request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+class TestShapes:
+    def test_decode(self, shape, kernel):
+        batch = LatentBatch(EDGES, [], **shape)
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_prefill(self, shape, kernel):
+        batch = LatentBatch([], SHORT, **shape)
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_mixed_and_padded(self, shape, kernel):
+        batch = LatentBatch(EDGES, SHORT, dims=(640, 12, 17), **shape)
+        output = batch.run(batch.attention(kernel), layer=2)
+        batch.check(output, layer=2)
+        assert not output[sum(batch.queries) :].any()
+
+
+@pytest.mark.parametrize("decode", [[65], [64, 65, 129]], ids=str)
+def test_heads_that_fill_two_tiles(decode, kernel):
+    """Of which the first would miss the newest key if a tile were that of one CTA."""
+    batch = LatentBatch(decode, [], heads=128)
+    batch.check(batch.run(batch.attention(kernel)))
+
+
+class TestPadding:
+    @pytest.mark.parametrize("graph", [False, True])
+    @pytest.mark.parametrize("tokens", [1, 3])
+    def test_decode_slots_without_request(self, kernel, tokens, graph):
+        batch = LatentBatch([70, 300], [], dims=(8 * tokens, 0, 8), tokens=tokens, graph=graph)
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_no_request(self, kernel):
+        batch = LatentBatch([], [], dims=(8, 0, 8), num_blocks=1)
+        assert not batch.run(batch.attention(kernel)).any()
+
+    def test_padding_tokens_with_no_row_to_spare(self, kernel):
+        batch = LatentBatch([], [(5, 70)], dims=(64, 1, 0))
+        batch.check(batch.run(batch.attention(kernel)))
+
+    def test_prefill_in_decode_slots(self, kernel):
+        batch = LatentBatch([70, 9], [(40, 40), (3, 500), (200, 200)], dims=(384, 3, 5), graph=True)
+        batch.check(batch.run(batch.attention(kernel)))
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_speculative_tokens(tokens, kernel):
+    batch = LatentBatch([tokens] + [edge + tokens for edge in EDGES], SHORT, tokens=tokens)
+    batch.check(batch.run(batch.attention(kernel)))
+
+
+def test_scale_is_that_of_the_layers(kernel):
+    """Stretched by YaRN's `mscale`, whatever `softmax_scale` is."""
+    model = dict(rotary_scaling_factor=40.0, mscale_all_dim=1.0, softmax_scale=5.0)
+    batch = LatentBatch([70, 300], SHORT, model=model)
+    scale = (0.1 * torch.tensor(40.0).log().item() + 1) ** 2 * QUERY_DIM**-0.5
+    batch.check(batch.run(batch.attention(kernel)), scale=scale)
+
+
+LIMITS = dict(max_requests=32, max_tokens=512, max_length=1100, num_blocks=64)
+MIXED = (400, 4, 8)
+
+
+def steps_of(dims):
+    """Requests of several steps that are padded to the same dimensions."""
+    if dims == MIXED:
+        lengths = [70, 300, 9, 255, 512, 1, 64, 17, 40, 1000, 128]
+        prefills = [(130, 130), (3, 500), (1, 257), (60, 188)]
+        return [
+            (lengths[:decodes], prefills[:count]) for decodes, count in [(8, 4), (3, 2), (0, 1)]
+        ]
+    lengths = [600, 3, 257, 90, 1, 16, 511, 33, 128, 700, 64, 5]
+    return [(lengths[: dims[2]], []), (lengths[:1], []), ([length + 1 for length in lengths], [])]
+
+
+class Steps:
+    """An attention and its steps, whose tensors stay where they are, as an engine's do."""
+
+    def __init__(self, kernel) -> None:
+        self.batch = LatentBatch([5], [], graph=True, **LIMITS)
+        self.attention = self.batch.attention(kernel)
+        (self.kernel,) = self.attention._kernels.values()
+        self.query = torch.zeros(
+            (512, 1, 16, LATENT + ROTARY), dtype=self.batch.dtype, device=DEVICE
+        )
+
+    def make(self, decode, prefill, dims, seed=0):
+        """A batch of this attention's shape."""
+        return LatentBatch(decode, prefill, dims, graph=True, seed=seed, **LIMITS)
+
+    def load(self, batch):
+        """Let a batch be the current one."""
+        self.batch.become(batch)
+        self.query[: batch.query.size(0)] = batch.query
+
+    def poison(self):
+        """Spoil all that is planned anew for each step."""
+        if HAVE_GPU:
+            torch.cuda.synchronize()
+        wrapper = self.kernel._wrapper
+        for array in (self.kernel._page_ids, self.kernel._cpu_page_ids):
+            numbers(array)
+        numbers(wrapper._int_workspace_buffer)
+        numbers(wrapper._pin_memory_int_workspace_buffer)
+
+    def prepare(self):
+        """Plan and derive."""
+        self.attention.plan_step(self.batch.context)
+        self.attention.derive_step()
+
+    def run(self):
+        """Both layers' attention."""
+        query = self.query[: self.batch.dims.token_count]
+        views = (self.batch.spec.layer_views(self.batch.storage, layer) for layer in range(2))
+        return [
+            self.attention.run(query, *caches, layer) for layer, caches in enumerate(views, start=1)
+        ]
+
+    def check(self, batch, outputs):
+        """The outputs are right."""
+        for layer, output in enumerate(outputs, start=1):
+            batch.check(output.squeeze(1), layer=layer)
+
+
+@pytest.mark.parametrize("dims", [MIXED, (12, 0, 12), (2, 0, 2)], ids=str)
+def test_every_step_plans_all_it_needs(kernel, dims):
+    """And the same grid for all steps of the same dimensions, for a graph keeps its grid."""
+    steps, grids = Steps(kernel), set()
+    for seed, (decode, prefill) in enumerate(steps_of(dims)):
+        batch = steps.make(decode[: dims[2]] if dims != MIXED else decode, prefill, dims, seed)
+        steps.load(batch)
+        steps.poison()
+        steps.prepare()
+        steps.check(batch, steps.run())
+        grids.add(tuple(steps.kernel._wrapper._plan_info[:2]))
+    assert len(grids) == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize("dims", [MIXED, (12, 0, 12), (2, 0, 2)], ids=str)
+def test_graph(kernel, dims):
+    """A replay is right, waits for nothing, and is bitwise the same padded batch eagerly."""
+    steps = Steps(kernel)
+    tokens, num_prefill, num_decode = dims
+    prefill = [1] * max(num_prefill - 1, 0)
+    if num_prefill:
+        prefill.append(tokens - num_decode - sum(prefill))
+    full = steps.make([1] * num_decode, [(query, query) for query in prefill], dims, seed=9)
+    graph = Graph(steps, full)
+    for seed, (decode, prefill) in enumerate(steps_of(dims)):
+        batch = steps.make(decode[: dims[2]] if dims != MIXED else decode, prefill, dims, seed)
+        steps.load(batch)
+        steps.prepare()
+        eager = [output.clone() for output in steps.run()]
+        steps.poison()
+        with no_synchronization():
+            steps.prepare()
+            replayed = graph.replay()
+        steps.check(batch, replayed)
+        for ours, theirs in zip(replayed, eager):
+            assert torch.equal(ours, theirs)
+
+
+def problem(capability=(9, 0), heads=16, latent=LATENT, rotary=ROTARY) -> AttentionProblem:
+    """A problem of absorbed multi-latent attention."""
+    return AttentionProblem(
+        compute_capability=capability,
+        dtype=torch.bfloat16,
+        num_query_heads=heads,
+        num_kv_heads=1,
+        head_dim=latent + rotary,
+        block_size_tokens=256,
+        latent_dim=latent,
+    )
+
+
+class TestSelection:
+    @pytest.mark.parametrize(
+        "capability, chosen",
+        [((8, 0), "fa2"), ((9, 0), "fa3"), ((10, 0), "fa2"), ((12, 0), "fa2")],
+        ids=str,
+    )
+    @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32, 64, 128])
+    def test_one_kernel_for_both_phases(self, capability, chosen, heads):
+        selected = select(problem(capability, heads))
+        assert (selected.decode.value, selected.prefill.value) == (chosen, chosen)
+        assert selected.reasons == ()
+
+    @pytest.mark.parametrize(
+        "changes, reason",
+        [
+            (dict(latent=256), "latents of 256 and 64 rotary elements"),
+            (dict(rotary=32), "latents of 512 and 32 rotary elements"),
+            (dict(latent=544, rotary=32), "latents of 544 and 32 rotary elements"),
+            *((dict(heads=heads), f"{heads} query heads") for heads in (3, 12, 40, 96, 256)),
+        ],
+        ids=str,
+    )
+    def test_refused(self, changes, reason):
+        message = (
+            f"FlashInfer has no kernel for decode here, as fa3 does not take {reason}, and fa2 "
+            f"does not take {reason}: set inference_attention_backend to flash."
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            select(problem(**changes))
+
+    @pytest.mark.parametrize("pinned", ["xqa", "trtllm-gen"])
+    def test_pins_of_others_are_refused(self, pinned):
+        message = f"{pinned} does not do multi-latent attention: set another flashinfer_kernel."
+        with pytest.raises(ValueError, match=message):
+            select(problem(), InferenceConfig(flashinfer_kernel=pinned).flashinfer_kernel)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "model, reason",
+        [
+            (dict(cache_mla_latents=False), "without cached latents: set cache_mla_latents."),
+            (dict(softmax_type="learnable"), "with sinks: set softmax_type to vanilla."),
+            (dict(softmax_type="off-by-one"), "with sinks: set softmax_type to vanilla."),
+            (dict(window_size=(8, 0)), "with a window: set window_size to None."),
+        ],
+        ids=str,
+    )
+    def test_features(self, model, reason):
+        batch = LatentBatch([5], [], model=model)
+        message = f"FlashInfer attention does not do multi-latent attention {reason}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            FlashInferAttention(batch.context, batch.config, InferenceConfig(**batch.inference))
+
+    @pytest.mark.parametrize(
+        "heads, tokens, requests, works",
+        [(128, 16384, 256, 16384 + 257 + 132), (16, 16384, 8192, 8193 + 8193 * 65 // 64 + 132)],
+    )
+    def test_steps_that_a_plan_has_no_room_for(self, heads, tokens, requests, works):
+        with pytest.raises(ValueError, match=f"may need {works}: lower them, or set "):
+            refuse_large_steps(problem(heads=heads), requests, tokens, 132)
+        refuse_large_steps(problem(heads=heads), requests // 2, tokens // 2, 132)
+
+    def test_the_engine_asks(self):
+        batch = LatentBatch([5], [], heads=128, max_tokens=16384)
+        with pytest.raises(ValueError, match="max_tokens 16384 and max_requests 1 with 128 query"):
+            batch.attention()
+
+
+@pytest.mark.parametrize(
+    "rows, heads, tokens",
+    [(8000, 16, 8000), (1, 16, 16384), (1000, 16, 8192), (200, 64, 16384), (100, 128, 15000)],
+)
+def test_what_is_not_refused_has_room(rows, heads, tokens):
+    """However tokens are spread over the rows."""
+    refuse_large_steps(problem(heads=heads), rows, tokens, 132)
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.1, 1.0, 8.0):
+        shares = torch.rand(rows, generator=generator).pow(spread)
+        queries = 1 + ((tokens - rows) * shares / shares.sum()).long()
+        pairs = queries * heads
+        tile = 128 if int(pairs.sum()) // rows > 64 else 64
+        assert int(((pairs + tile - 1) // tile).sum()) + 132 <= 16384
+
+
+def test_workspace():
+    kernel = LatentBatch([5], []).attention()._kernels
+    (kernel,) = kernel.values()
+    assert isinstance(kernel, Mla)
+    assert kernel._wrapper._float_workspace_buffer.nbytes <= 32 * MIB
