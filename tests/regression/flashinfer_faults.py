@@ -277,6 +277,47 @@ def scale_ignored(model: Model) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def window_one_too_wide(model: Model) -> Iterator[None]:
+    """A query sees the key before its window, too."""
+    del model
+    layer = FlashInferAttention._layer
+
+    def wider(self: Any, config: Any, windowed: bool) -> Any:
+        right = layer(self, config, windowed)
+        return replace(right, window_left=right.window_left + 1) if windowed else right
+
+    with _replaced(FlashInferAttention, '_layer', wider):
+        yield
+
+
+@contextmanager
+def sinks_of_the_first_step(model: Model) -> Iterator[None]:
+    """A layer's sinks stay what they were when it ran first."""
+    del model
+    first: dict[int, Tensor] = {}
+
+    def run(self: Any, query: Any, keys: Any, values: Any, layer: int, sinks: Any) -> Any:
+        kept = first.setdefault(layer, sinks.clone())
+        return _run(self, query, keys, values, layer, kept)
+
+    with _replaced(FlashInferAttention, 'run', run):
+        yield
+
+
+@contextmanager
+def number_within_the_stage(model: Model) -> Iterator[None]:
+    """A pipeline stage counts its layers from one."""
+    module: Any = model.module
+    before = module.decoder.layers[0].layer_number - 1
+
+    def run(self: Any, query: Any, keys: Any, values: Any, layer: int, *rest: Any) -> Any:
+        return _run(self, query, keys, values, layer - before, *rest)
+
+    with _replaced(FlashInferAttention, 'run', run):
+        yield
+
+
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault
     for fault in (
@@ -296,5 +337,8 @@ FAULTS: dict[str, Fault] = {
         prefill_taken_for_decode,
         padding_left_out,
         scale_ignored,
+        window_one_too_wide,
+        sinks_of_the_first_step,
+        number_within_the_stage,
     )
 }

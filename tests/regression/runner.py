@@ -105,6 +105,7 @@ def _run(
     tiny_engine.join_ranks(rank, ranks, out / store)
     scenario.prepare(where)
     for task in work:
+        tiny_engine.divide_model(task.scenario.stages)
         start = time.monotonic()
         outcome = scenario.run(task.scenario, where, task.fault)
         outcome.seconds = time.monotonic() - start
@@ -121,8 +122,9 @@ def _run(
 def main() -> int:
     """Run what the command line says; the exit status."""
     arguments = _arguments()
-    out, device, parts = arguments.out, arguments.device, arguments.processes
+    out, device, parts = arguments.out.resolve(), arguments.device, arguments.processes
     out.mkdir(parents=True, exist_ok=True)
+    (out / 'pair').unlink(missing_ok=True)  # an earlier run's store, at which nobody would come
     work = _tasks(arguments)
     flashinfer = any('inference_attention_backend' in task.scenario.inference for task in work)
     prepared = (arguments.tree, device, flashinfer)

@@ -21,6 +21,7 @@ import reference_attention
 import tiny_engine
 import without_gpu_packages
 from faults import FAULTS, Fault
+from megatron.core import parallel_state
 from megatron.core.inference import config as inference_config
 from megatron.core.inference import unified_memory
 from megatron.core.inference.contexts import dynamic_context
@@ -47,6 +48,7 @@ def prepare(device: torch.device) -> None:
     without_gpu_packages.mla_without_transformer_engine()
     if device.type == 'cpu':
         megatron_on_cpu.append_without_triton()
+        megatron_on_cpu.stages_without_gpus()
 
 
 def run(scenario: Scenario, device: torch.device, fault: str = '') -> Outcome:
@@ -180,6 +182,13 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
                     _poison(context)
             arrive(step)
 
+        if scenario.trained:
+            tiny_engine.run_engine(engine, _prompts(scenario), sampling)
+            engine.suspend()
+            _train(scenario, model, device)
+            engine.resume()
+            counters['suspensions'] += 1
+            _poison(context)
         stack.callback(model.module.register_forward_hook(after_forward).remove)
         arrive(0)
         finished = tiny_engine.run_engine(
@@ -258,7 +267,10 @@ def _poison(context: Any) -> None:
 
 
 def _forward(context: Any, output: Tensor) -> Forward:
-    """What a forward pass was given and gave, seen when the model returns."""
+    """What a forward pass was given and gave, seen when the model returns.
+
+    Of a pipeline stage that is not the last that is hidden states, in place of logits.
+    """
     view, count = context.gpu_view, context.active_token_count
     ids = context.request_ids.tolist()
     tokens = [
@@ -274,7 +286,8 @@ def _forward(context: Any, output: Tensor) -> Forward:
     if context.config.materialize_only_last_token_logits:
         chosen = context.active_logit_idxs[: context.num_last_token_logits].tolist()
         rows = [tokens[index] for index in chosen]
-    return Forward(rows, tokens, output[0, : len(rows)].detach().cpu().clone())
+    given = output[0] if parallel_state.is_pipeline_last_stage() else output[:, 0]
+    return Forward(rows, tokens, given[: len(rows)].detach().cpu().clone())
 
 
 def _valid_cache(
@@ -365,7 +378,27 @@ def _dense_model(scenario: Scenario, model: Model, device: torch.device) -> Mode
     """The same model for forwards without a cache: none that captures, or caches MLA's latents."""
     if scenario.model.get('multi_latent_attention'):
         return _build_model(scenario, device, cache_mla_latents=False)
-    return _build_model(_eager(scenario), device) if 'cuda_graph_impl' in scenario.model else model
+    if 'cuda_graph_impl' not in scenario.model:
+        return model
+    eager = _build_model(_eager(scenario), device)
+    eager.module.load_state_dict(model.module.state_dict())
+    return eager
+
+
+def _train(scenario: Scenario, model: Model, device: torch.device) -> None:
+    """Move all weights a long way down the gradient of the loss of the prompts, in place."""
+    learner = _dense_model(scenario, model, device)
+    learner.module.train()
+    for prompt in _prompts(scenario):
+        tiny_engine.dense_loss(learner, prompt).backward()
+    with torch.no_grad():
+        for parameter in learner.module.parameters():
+            gradient = parameter.grad.float()
+            parameter -= parameter.norm() / gradient.norm().clamp(min=1e-20) * gradient
+            parameter.grad = None
+    learner.module.eval()
+    if learner is not model:
+        model.module.load_state_dict(learner.module.state_dict())
 
 
 def _compare_with_dense(
@@ -383,7 +416,8 @@ def _compare_with_dense(
     texts = recording.texts
     logits = [tiny_engine.dense_logits(dense, text).cpu() for text in texts]
     result: dict[str, float] = {'rows': 0, 'logits': 0, 'tokens': 0, 'log_probs': 0}
-    for request, position, row in recording.rows():
+    rows = recording.rows() if parallel_state.is_pipeline_last_stage() else ()
+    for request, position, row in rows:
         difference = (row.float() - logits[request][position]).abs().max()
         # `max` would lose a NaN.
         result['logits'] = float(torch.tensor([result['logits'], difference]).max())

@@ -39,6 +39,10 @@ class Scenario:
     right_drafts: float | None = None
     """Probability that a draft is what the model will say; None: drafts are the model's own."""
     ranks: int = 1
+    stages: int = 1
+    """Pipeline stages that the ranks are divided into; those of a stage are tensor-parallel."""
+    trained: bool = False
+    """Before the run that is recorded, roll out once, suspend, and train all weights a step."""
     expects: tuple[str, ...] = ()
     interpreted_append: bool = False
     """Append through the tree's Triton kernel, interpreted on a CPU."""
@@ -80,7 +84,7 @@ class Scenario:
             buffers = {name: size * 7.2 / 2 for name, size in buffers.items()}
         return replace(
             self.varied('wide', **buffers),
-            model={**self.model, **dims, 'dtype': 'bfloat16'},
+            model={**dims, 'dtype': 'bfloat16', **self.model},
             keeps_cache=True,
         )
 
@@ -304,6 +308,53 @@ def _matrix() -> list[Scenario]:
 
 SCENARIOS = {scenario.name: scenario for scenario in _matrix()}
 
+
+def _more() -> list[Scenario]:
+    """What else attention has to do with: for kernels alone, as the cache is the same in all."""
+    gqa = {'num_query_groups': 2}
+    windows = {'window_size': (8, 0), 'window_attn_skip_freq': 2}
+    sinks = {'softmax_type': 'learnable'}
+    learner = {**gqa, **windows, **sinks, 'hidden_dropout': 0.0, 'attention_dropout': 0.0}
+    trained: Any = {'trained': True, 'expects': ('suspensions',)}
+    speculation = SCENARIOS['speculation-blocks-16']
+    return [
+        Scenario('fp16', {**gqa, **windows, **sinks, 'dtype': 'float16'}),
+        Scenario('head-dim-256', {**gqa, 'kv_channels': 256}),
+        Scenario(
+            'gate-and-layer-without-rope',
+            {**gqa, 'attention_output_gate': True, 'no_rope_freq': [0, 1]},
+        ),
+        *(
+            replace(
+                speculation,
+                name=f'speculation-{drafts}-windows',
+                model={**gqa, **windows, 'mtp_num_layers': drafts},
+                inference={'num_speculative_tokens': drafts},
+            )
+            for drafts in (1, 4)
+        ),
+        *(
+            Scenario(f'trained-{mode}', learner, {'kv_cache_management_mode': mode}, **trained)
+            for mode in ('persist', 'recompute')
+        ),
+        # Numbers of layers count over all stages: the second has a full layer and a window.
+        Scenario(
+            'pp2-unequal',
+            {
+                **gqa,
+                **windows,
+                'num_layers': 3,
+                'window_attn_skip_freq': [1, 0, 1],
+                'num_layers_in_first_pipeline_stage': 1,
+            },
+            ranks=2,
+            stages=2,
+        ),
+    ]
+
+
+MORE = {scenario.name: scenario for scenario in _more()}
+
 # Scenarios of every path through the cache, with the heads-first layout.
 HND = {
     name: SCENARIOS[name].hnd_twin
@@ -412,9 +463,8 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
     ):
         base = SCENARIOS[name].wide
         yield base, _flashinfer(base)
-    # Below the stage FlashAttention divides by the root of the head dim all the same.
-    base = Scenario('softmax-scale', {'num_query_groups': 2, 'softmax_scale': 0.05}).wide
-    yield base, _flashinfer(base)
+    for base in MORE.values():
+        yield base.wide, _flashinfer(base.wide)
     for name in ('mqa-blocks-256', 'async', 'speculation-async', 'window-sinks-chunked', 'tp2-gqa'):
         base = SCENARIOS[name].wide
         yield base, _flashinfer(base, 'fa2')
@@ -461,18 +511,31 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
         ('speculation-blocks-16', 'auto', 'block'),
         ('speculation-async', 'auto', 'layer'),
         ('speculation-tight', 'fa2', 'block'),
+        ('speculation-4-windows', 'auto', 'block'),
+        ('trained-persist', 'auto', 'layer'),
         ('window-sinks-chunked', 'auto', 'block'),
         ('window-sinks-chunked', 'fa2', 'layer'),
         ('suspend-recompute', 'auto', 'block'),
         ('hybrid', 'auto', 'layer'),
         ('tp2-gqa', 'auto', 'block'),
     ):
-        base = SCENARIOS[name].wide
+        base = {**SCENARIOS, **MORE}[name].wide
         mixed = ('graph_prefills',) if 'arrivals' in name or 'chunks' in base.expects else ()
         yield base, _flashinfer(base, kernel).graphed(scope, *mixed)
 
 
 TWINS: Twins = {twin.name: (base, twin) for base, twin in _twins()}
+
+# By FlashInfer alone: a later patch of the stage gives FlashAttention the model's scale.
+ALONE = {
+    scenario.name: scenario
+    for kernel in ('auto', 'fa2')
+    for scenario in [
+        _flashinfer(
+            Scenario('softmax-scale', {'softmax_scale': 0.04}, steps_between=2).wide, kernel
+        )
+    ]
+}
 
 # Twins that must come out the same to the bit if all that a step's plan consists of is destroyed
 # before the next step is planned.
@@ -514,6 +577,14 @@ FLASHINFER_FAULTS = {
         'mla-latents-yarn-wide-flashinfer',
     ),
     'previous_mla_plan': ('mla-latents-yarn-wide-flashinfer', 'mla-latents-tight-wide-flashinfer'),
+    'window_one_too_wide': (
+        'window-wide-flashinfer',
+        'window-sinks-chunked-wide-fa2',
+        'speculation-4-windows-wide-flashinfer',
+    ),
+    'sinks_of_the_first_step': ('trained-persist-wide-flashinfer',),
+    'number_within_the_stage': ('pp2-unequal-wide-flashinfer',),
+    'layer_off_by_one': ('hybrid-wide-flashinfer',),
 }
 
 
@@ -608,10 +679,12 @@ def tasks(name: str, device: str, seed: int) -> list[Task]:
         faulty = [(fault, FLASHINFER_FAULTS[fault]) for fault in FLASHINFER_FAULTS]
         faulty.append(('replanned', REPLANNED))
         return [Task(TWINS[twin][1], fault) for fault, names in faulty for twin in names]
+    if name == 'alone':
+        return [Task(one) for one in ALONE.values()]
     if name in ('twins', 'traces'):
         twins = TWINS if name == 'twins' else traces(device, seed)
         return list({one.name: Task(one) for pair in twins.values() for one in pair}.values())
     return [Task(one) for one in {'all': SCENARIOS, 'hnd': HND, 'sample': SAMPLE}[name].values()]
 
 
-SETS = ('all', 'hnd', 'faults', 'sample', 'twins', 'flashinfer-faults', 'traces')
+SETS = ('all', 'hnd', 'faults', 'sample', 'twins', 'alone', 'flashinfer-faults', 'traces')

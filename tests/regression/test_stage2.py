@@ -14,6 +14,7 @@ import torch
 
 from recording import Outcome, Recording, Tolerances, agreement, deviations
 from scenarios import (
+    ALONE,
     FLASHINFER_FAULTS,
     RANDOM_EVENTS,
     REPLANNED,
@@ -23,6 +24,7 @@ from scenarios import (
     Scenario,
     traces,
 )
+from test_stage1 import TOLERANCES as FROM_DENSE
 from test_stage1 import Runs, all_differences, on_devices, recordings
 
 STAGE = 2
@@ -30,7 +32,8 @@ RUNNERS = (
     ['--set', 'sample'],
     # Faults come last, lest one that breaks a GPU's context spoils what is none.
     [
-        *('--set', 'sample', '--set', 'twins', '--set', 'traces', '--set', 'flashinfer-faults'),
+        *('--set', 'sample', '--set', 'twins', '--set', 'alone', '--set', 'traces'),
+        *('--set', 'flashinfer-faults'),
         *('--processes', '2'),
     ],
 )
@@ -106,6 +109,16 @@ def test_it_gives_what_flash_gives(runs: Runs, scenario: Scenario) -> None:
         missing = [what for what in scenario.expects if not recording.counters.get(what)]
         assert missing == [], recording.counters
         assert {len(tokens) for tokens in recording.tokens.values()} == {scenario.new_tokens}
+
+
+@on_devices((scenario,) for scenario in ALONE.values())
+def test_it_gives_what_forwards_without_a_cache_give(runs: Runs, scenario: Scenario) -> None:
+    outcomes = runs[1](scenario.name)
+    for recording, outcome in zip(recordings(outcomes), outcomes, strict=True):
+        assert outcome.dense['rows'] >= scenario.new_tokens * len(scenario.lengths)
+        worst = max(outcome.dense[what] for what in ('logits', 'tokens', 'log_probs'))
+        assert worst <= FROM_DENSE['bfloat16'], outcome.dense
+        assert recording.counters['not_finite'] == 0
 
 
 @on_devices((TWINS[name][1],) for name in REPLANNED)

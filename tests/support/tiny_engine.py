@@ -18,6 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.inference.communication_utils import (
+    broadcast_from_last_pipeline_stage,
+    recv_from_prev_pipeline_rank_,
+    send_to_next_pipeline_rank,
+)
 from megatron.core.inference.config import InferenceConfig, MambaInferenceStateConfig
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
@@ -77,12 +82,21 @@ INFERENCE = {
 
 
 def join_ranks(rank: int, ranks: int, store: Path) -> None:
-    """Become one of `ranks` tensor-parallel ranks, which meet through the file `store`."""
+    """Become one of `ranks` ranks, which meet through the file `store`."""
     # Padding as coarse as on a GPU would need more tokens than these engines have.
     for name in ('ROUNDER', 'TOKEN_ROUNDER', 'REQUEST_ROUNDER'):
         setattr(DynamicInferenceContext, name, 4)
     dist.init_process_group('nccl', init_method=f'file://{store}', rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+
+
+def divide_model(stages: int = 1) -> None:
+    """Divide models among all ranks: into pipeline stages, and the rest tensor-parallel."""
+    tensor = dist.get_world_size() // stages
+    if parallel_state.is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == tensor:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor, stages)
     model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
 
 
@@ -116,7 +130,7 @@ class Model:
     module: nn.Module
     config: TransformerConfig
     attention_layers: tuple[int, ...]
-    """Numbers, from 1, of the layers that have a KV cache."""
+    """Numbers, from 1 in each pipeline stage, of the layers that have a KV cache."""
 
 
 def build_model(
@@ -142,7 +156,9 @@ def build_model(
         'params_dtype': dtype,
         'pipeline_dtype': dtype,
         'bf16': dtype is torch.bfloat16,
+        'fp16': dtype is torch.float16,
         'tensor_model_parallel_size': parallel_state.get_tensor_model_parallel_world_size(),
+        'pipeline_model_parallel_size': parallel_state.get_pipeline_model_parallel_world_size(),
         'use_cpu_initialization': True,
         'inference_rng_tracker': True,
         'flash_attention_version': 2,
@@ -157,6 +173,8 @@ def build_model(
         'max_sequence_length': MAX_SEQUENCE,
         'parallel_output': True,
         'position_embedding_type': 'rope',
+        'pre_process': parallel_state.is_pipeline_first_stage(),
+        'post_process': parallel_state.is_pipeline_last_stage(),
     }
     module: nn.Module
     if hybrid_pattern:
@@ -181,7 +199,7 @@ def build_model(
                 if isinstance(part, MLASelfAttention):
                     part.config = copy(config)
                     part.config.cache_mla_latents = part.cache_mla_latents = False
-        layers = list(range(1, config.num_layers + 1))
+        layers = list(range(1, len(module.decoder.layers) + 1))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith('softmax_offset'):
@@ -274,20 +292,45 @@ def run_engine(
     return finished
 
 
+def _dense(model: Model, tokens: Sequence[int], **options: Any) -> Tensor:
+    """One forward without engine or cache, of one pipeline stage."""
+    InferenceMode.unset_active()
+    device = next(model.module.parameters()).device
+    size = len(tokens)
+    output: Tensor = model.module(
+        torch.tensor([tokens], device=device),
+        torch.arange(size, device=device)[None],
+        torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None],
+        **options,
+    )
+    return output
+
+
 @torch.inference_mode()
 def dense_logits(model: Model, tokens: Sequence[int]) -> Tensor:
     """Logits after each token, by one forward without engine or cache.
 
     Returns:
-        Float32 `(tokens, VOCABULARY)`, gathered over tensor-parallel ranks.
+        Float32 `(tokens, VOCABULARY)`, gathered over tensor-parallel ranks; the same in all
+        pipeline stages.
     """
-    InferenceMode.unset_active()
-    device = next(model.module.parameters()).device
-    size = len(tokens)
-    logits = model.module(
-        torch.tensor([tokens], device=device),
-        torch.arange(size, device=device)[None],
-        torch.ones(size, size, dtype=torch.bool, device=device).triu(1)[None, None],
-        runtime_gather_output=True,
-    )
-    return logits[0].float()
+    size, dtype = len(tokens), model.config.params_dtype
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if not parallel_state.is_pipeline_first_stage():
+        device = next(model.module.parameters()).device
+        hidden = torch.empty(size, 1, model.config.hidden_size, dtype=dtype, device=device)
+        recv_from_prev_pipeline_rank_(hidden, stages)
+        model.module.set_input_tensor(hidden)
+    output = _dense(model, tokens, runtime_gather_output=True)
+    if not parallel_state.is_pipeline_last_stage():
+        send_to_next_pipeline_rank(output, stages)
+    if stages.size() > 1:
+        output = broadcast_from_last_pipeline_stage([1, size, VOCABULARY], dtype, output, stages)
+    return output[0].float()
+
+
+def dense_loss(model: Model, tokens: Sequence[int]) -> Tensor:
+    """Mean loss of each token after the first, with a graph for gradients; as training has it."""
+    logits = _dense(model, tokens[:-1])
+    target = torch.tensor(tokens[1:], device=logits.device)
+    return nn.functional.cross_entropy(logits[0].float(), target)

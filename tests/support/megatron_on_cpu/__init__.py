@@ -71,6 +71,12 @@ def append_without_triton() -> None:
         context.triton_append_key_value_cache = None
 
 
+def stages_without_gpus() -> None:
+    """Let pipeline stages, once imported, hand on tensors that are not on a GPU."""
+    communication: Any = sys.modules.get('megatron.core.inference.communication_utils')
+    communication._is_cuda = lambda tensor: None
+
+
 @contextmanager
 def _fp8_support_check() -> Iterator[None]:
     """Make importable the one function of Transformer Engine that upstream's tests ask.

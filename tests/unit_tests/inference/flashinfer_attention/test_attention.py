@@ -97,13 +97,30 @@ class TestLayers:
         batch.check(batch.run(batch.attention(kernel), sinks=sinks), sinks=sinks)
 
 
-@pytest.mark.parametrize("tokens", [2, 4])
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5])
 def test_speculative_tokens(tokens, kernel):
+    """Each token of a request has a window of its own in the first layer."""
     decode = [tokens] + [edge + tokens for edge in EDGES]
-    batch = Batch(decode, [], dims=(24 * tokens, 0, 24), tokens=tokens)
-    batch.check(batch.run(batch.attention(kernel)))
-    batch = Batch(decode, SHORT, dims=(800, 12, 20), tokens=tokens)
-    batch.check(batch.run(batch.attention(kernel)))
+    windows = dict(window_size=(64, 0), window_attn_skip_freq=[1, 0])
+    for batch in (
+        Batch(decode, [], dims=(24 * tokens, 0, 24), tokens=tokens, **windows),
+        Batch(decode, SHORT, dims=(800, 12, 20), tokens=tokens, **windows),
+    ):
+        attention = batch.attention(kernel)
+        batch.check(batch.run(attention, layer=1), layer=1, window=64)
+        batch.check(batch.run(attention, layer=2), layer=2)
+
+
+def test_attentions_in_one_process(kernel):
+    """Engines of different models share nothing."""
+    batches = [
+        Batch(EDGES, SHORT, heads=8, window_size=(64, 0)),
+        Batch(EDGES, SHORT, heads=4, head_dim=64, dtype=torch.float16, softmax_scale=0.03, seed=1),
+    ]
+    attentions = [batch.attention(kernel) for batch in batches]
+    for _ in range(2):
+        batches[0].check(batches[0].run(attentions[0]), window=64)
+        batches[1].check(batches[1].run(attentions[1]), scale=0.03)
 
 
 def test_one_attention_for_many_steps(kernel):

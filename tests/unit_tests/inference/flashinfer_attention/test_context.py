@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from megatron.core.inference.config import (
     KVCacheLayout,
     KVCacheManagementMode,
 )
+from megatron.core.inference.contexts import dynamic_context as context_module
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.flashinfer_attention import FlashInferAttention, selection
 from megatron.core.inference.flashinfer_attention.kernels import MIB, Fa2, Fa3, TrtllmGen, Xqa
@@ -370,6 +372,54 @@ class TestSuspendAndResume:
         context.deallocate_inference_state_buffers()
         context.reinitialize_inference_state_buffers()
         assert allocated(context).keys() == before.keys()
+
+    @pytest.mark.skipif(HAVE_GPU, reason="a GPU has the real memory pools")
+    @pytest.mark.parametrize(
+        "mode, unified", [("offload", False), ("recompute", False), ("recompute", True)]
+    )
+    def test_static_pointers(self, make_context, monkeypatch, mode, unified):
+        """Only the cache is in memory that a pause takes; no address changes."""
+        entered, allocated_in = [], []
+
+        @contextmanager
+        def region(*args, **kwargs):
+            entered.append("region")
+            yield
+            entered.pop()
+
+        saver = SimpleNamespace(region=region, pause=lambda tag: None, resume=lambda tag: None)
+        monkeypatch.setattr(context_module, "HAVE_TORCH_MEMORY_SAVER", not unified)
+        monkeypatch.setattr(context_module, "torch_memory_saver", saver, raising=False)
+        monkeypatch.setattr(context_module, "create_unified_mempool", lambda: None)
+        monkeypatch.setattr(context_module, "device_memory_summary", lambda: "")
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "use_mem_pool", region, raising=False)
+        for owner, name in (
+            (DynamicInferenceContext, "_allocate_memory_buffer"),
+            (FlashInferAttention, "allocate"),
+        ):
+
+            def allocate(*args, name=name, real=getattr(owner, name)):
+                allocated_in.append((name, list(entered)))
+                real(*args)
+
+            monkeypatch.setattr(owner, name, allocate)
+        context = make_context(
+            kv_cache_management_mode=KVCacheManagementMode(mode),
+            static_kv_memory_pointers=True,
+            unified_memory_level=int(unified),
+        )
+        cache, before = context.memory_buffer.data_ptr(), allocated(context).keys()
+        for turn in range(2):
+            if context.total_request_count == 0:
+                context.add_request(request(turn, 200))
+            context.initialize_attention_state()
+            Step(context).check()
+            context.deallocate_inference_state_buffers()
+            context.reinitialize_inference_state_buffers()
+        assert allocated_in == [("_allocate_memory_buffer", ["region"]), ("allocate", [])]
+        assert context.memory_buffer.data_ptr() == cache
+        assert allocated(context).keys() == before
 
     def test_kernels_keep_no_view_of_the_cache(self, make_context):
         """So that it is freed whenever the context frees it."""
@@ -897,12 +947,13 @@ class Bare(Attention):
     Args:
         projected (tuple): Query, key and value.
         sinks (Optional[Tensor]): What the layer has of them.
+        layers_before (int): Layers of earlier pipeline stages.
     """
 
-    def __init__(self, config, projected, sinks=None, layer_number=2):
+    def __init__(self, config, projected, sinks=None, layer_number=2, layers_before=0):
         torch.nn.Module.__init__(self)
         self.config, self.projected, self.sinks = config, projected, sinks
-        self.layer_number = layer_number
+        self.layer_number, self.layers_before = layer_number + layers_before, layers_before
         self.attention_type = "self"
         self.attn_mask_type = self.q_layernorm = self.k_layernorm = None
         self.checkpoint_core_attention = False
@@ -916,7 +967,7 @@ class Bare(Attention):
         return self.projected
 
     def _get_pp_layer_offset_for_inference(self):
-        return 0
+        return self.layers_before
 
 
 class TestLayer:
@@ -980,12 +1031,14 @@ class TestLayer:
         assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
         assert not torch.equal(outputs[0], outputs[1])
 
+    @pytest.mark.parametrize("layers_before", [0, 3])
     @pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
-    def test_hands_over(self, context, monkeypatch, softmax_type):
+    def test_hands_over(self, context, monkeypatch, softmax_type, layers_before):
+        """The cache counts the layers of a pipeline stage, windows those of the model."""
         step = Step(context, 2)
         sinks = torch.linspace(-1, 1, HEADS, device=DEVICE)
         config = dict(softmax_type=softmax_type)
-        layer = self.layer(step, sinks=sinks, config=config)
+        layer = self.layer(step, sinks=sinks, config=config, layers_before=layers_before)
         given = []
 
         def run(query, keys, values, layer_number, sinks):
@@ -999,7 +1052,7 @@ class TestLayer:
         assert torch.equal(query, step.query)
         for cache, expected in zip((keys, values), step.caches):
             assert cache.data_ptr() == expected.data_ptr() and cache.shape == expected.shape
-        assert layer_number == 2
+        assert layer_number == 2 + layers_before
         assert handed is None if softmax_type == "vanilla" else torch.equal(handed, sinks)
         assert torch.equal(output, step.query.flatten(2))
 
