@@ -166,7 +166,7 @@ def worker(shape: str, variant: str, out: Path) -> None:
                 results[case] = serve(engine, batch, mode.arrivals)
                 results[case]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             del engine
-            torch.cuda.empty_cache()
+            model.free_memory()
     out.write_text(json.dumps(results))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -168,6 +169,17 @@ def build_engine(shape: Shape, graphs: bool, drafts: int = 0, **inference: Any) 
     engine = DynamicInferenceEngine(controller, context)
     engine.bench_ids = itertools.count()
     return engine
+
+
+def free_memory() -> None:
+    """Free what engines held, CUDA graphs among it, that nothing refers to any more but themselves."""
+    import torch
+
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    delete_cuda_graphs()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def add_requests(engine: Any, count: int, prompt_tokens: int, new_tokens: int) -> list[int]:

@@ -109,7 +109,7 @@ def measure(layout: Layout) -> list[dict[str, Any]]:
                 row["ranks"][name] = [None] * dist.get_world_size()
                 dist.all_gather_object(row["ranks"][name], own)
                 del engine, context
-                torch.cuda.empty_cache()
+                model.free_memory()
             apart: list[Any] = [None] * dist.get_world_size()
             mine = None
             if not found[0].isnan().any():

@@ -171,7 +171,7 @@ def measure() -> dict[str, Any]:
                 to_float32(engine)
                 found["float32"] = without_cache(engine, texts, prompts)
             del engine
-            torch.cuda.empty_cache()
+            model.free_memory()
     return {
         from_: {
             name: distance(found[from_], found[name], said)

@@ -94,7 +94,7 @@ def worker(out: Path) -> None:
                         case = f"prefill {count} x {tokens}, {mode}, ms"
                         results[case] = fast(samples[2:])
                 del engine
-                torch.cuda.empty_cache()
+                model.free_memory()
     out.write_text(json.dumps(results))
 
 

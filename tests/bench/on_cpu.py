@@ -29,6 +29,7 @@ flashinfer_on_cpu.install()
 import attention  # noqa: E402
 import engine  # noqa: E402
 import kernels  # noqa: E402
+import latents  # noqa: E402
 import megatron.core.inference.engines  # noqa: E402  # before torch is changed below
 import megatron.core.inference.flashinfer_attention  # noqa: E402
 import model  # noqa: E402
@@ -75,12 +76,17 @@ def _kernels() -> str:
     }
     for name, found in batches.items():
         setattr(attention, name, lambda found=found: iter(found))
+    latents.decode_batches, latents.prefill_batches = (
+        lambda found=batches[name]: iter(found) for name in ('decode_batches', 'prefill_batches')
+    )
+    latents.SHAPES = {'MLA, 16 heads': latents.LatentHeads(16)}
     attention.PADDED = ((4, 2, 300),)
     result = {
         'environment': WHERE,
         'ceilings': {'read': 1e12, 'copy': 1e12, 'matrix': 1e14},
         'append': [],
         'attention': attention.run(),
+        'latents': latents.run(),
         'padding': attention.padding(),
     }
     result['missed'] = kernels.misses(result)

@@ -35,7 +35,13 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[ModuleType]:
     [
         (
             'kernels',
-            ['| GQA 4:1 | 3 x 300 |', '| GQA 4:1 | 2 x 100 + 1 x 60 |', '| 2 of 4 x 300 |'],
+            [
+                '| GQA 4:1 | 3 x 300 |',
+                '| GQA 4:1 | 2 x 100 + 1 x 60 |',
+                '| MLA, 16 heads | decode 3 x 300 |',
+                '| MLA, 16 heads | prefill 2 x 100 |',
+                '| 2 of 4 x 300 |',
+            ],
         ),
         ('engine', ['| eager, 3 requests | stage 2, off |', '| drafts, 2 requests | FlashInfer |']),
         ('rollout', ['| roll-out, tokens/s |', '| divergence with the new weights |']),
@@ -76,13 +82,15 @@ def test_kernels_misses() -> None:
     import kernels
 
     def row(phase: str, batch: str, flash: float, **work: float) -> dict[str, object]:
-        us = {'flashinfer': 100.0, 'flash': flash, 'derive': 1.0}
+        us = {'flashinfer': 100.0, 'flash': flash, 'derive': 1.0, 'host': 9.0}
         work = {'bytes': 0, 'operations': 0, **work}
         return {'shape': 'GQA 4:1', 'phase': phase, 'batch': batch, 'us': us, **work}
 
     def missed(*rows: dict[str, object]) -> list[str]:
         card = {'read': 4e12, 'copy': 4e12, 'matrix': 1e15}
-        return kernels.misses({'attention': list(rows), 'append': [], 'ceilings': card})
+        return kernels.misses(
+            {'attention': list(rows), 'latents': [], 'append': [], 'ceilings': card}
+        )
 
     assert missed(row('decode', '256 x 1024', 116), row('decode', '8 x 128', 100)) == []
     assert len(missed(row('decode', '256 x 1024', 114), row('decode', '8 x 128', 99))) == 2
@@ -95,7 +103,7 @@ def test_kernels_misses() -> None:
     assert len(missed(row('mixed', '32 x 1024 + 1 x 2048', 124))) == 1
     append = {'tokens': 64, 'shape': 'GQA', 'ratio': 1.02, 'of_copy': 0.2}
     large_append = {'tokens': 16384, 'shape': 'GQA', 'ratio': 2.0, 'of_copy': 0.84}
-    result = {'attention': [], 'append': [append, large_append], 'ceilings': {}}
+    result = {'attention': [], 'latents': [], 'append': [append, large_append], 'ceilings': {}}
     assert len(kernels.misses(result)) == 2
 
 

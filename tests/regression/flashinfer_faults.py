@@ -25,6 +25,7 @@ _run = FlashInferAttention.run
 _plan_fa2 = kernels.Fa2.plan
 _derive_fa3 = kernels.Fa3.derive
 _derive_pages = step.PageTable.derive
+_decode_lengths = kernels.Xqa._lengths_of
 _derive_works = step.PrefillSchedule.derive
 
 
@@ -81,16 +82,16 @@ def plan_destroyed(model: Model) -> Iterator[None]:
 
 @contextmanager
 def previous_tables(model: Model) -> Iterator[None]:
-    """A step of the same shape as the one before is run with what was derived for that."""
+    """A page table stays as it was when there first was one of its size."""
     del model
-    last: list[Any] = [None]
+    derived: set[int] = set()
 
-    def derive(self: Any) -> None:
-        if self._shape != last[0]:
-            _derive_step(self)
-        last[0] = self._shape
+    def derive(self: Any, rows: int, block_table: Tensor) -> None:
+        if rows not in derived:
+            _derive_pages(self, rows, block_table)
+        derived.add(rows)
 
-    with _replaced(FlashInferAttention, 'derive_step', derive):
+    with _replaced(step.PageTable, 'derive', derive):
         yield
 
 
@@ -169,11 +170,10 @@ def decode_length_off_by_one(model: Model) -> Iterator[None]:
     """A decode request does not see its newest token."""
     del model
 
-    def derive(self: Any, shape: Any, *args: Any) -> None:
-        _derive_pages(self, shape, *args)
-        self.lengths[: shape.num_decode] -= 1
+    def lengths(self: Any, shape: Any) -> Tensor:
+        return (_decode_lengths(self, shape) - 1).clamp(min=0)
 
-    with _replaced(step.PageTable, 'derive', derive):
+    with _replaced(kernels.Xqa, '_lengths_of', lengths):
         yield
 
 
@@ -248,6 +248,28 @@ def prefill_taken_for_decode(model: Model) -> Iterator[None]:
         return {'num_decode': more, 'decode_slots': max(more, shape.decode_slots)}
 
     with _with_shape(change):
+        yield
+
+
+@contextmanager
+def cached_keys_forgotten(model: Model) -> Iterator[None]:
+    """Prompts of which more is in the cache are taken for ones of which nothing is."""
+    del model
+
+    def derive(self: Any, shape: Any, starts: Any, query_lengths: Any, kv_lengths: Any) -> None:
+        del kv_lengths
+        _derive_works(self, shape, starts, query_lengths, query_lengths)
+
+    def plan(self: Any, context: Any) -> None:
+        _plan_step(self, context)
+        shape = self._shape
+        self._num_new = int(context._cpu_mha_cu_query_seq_lengths[shape.num_requests])
+        self._shape = replace(shape, is_fresh=shape.has_prefill)
+
+    with (
+        _replaced(step.PrefillSchedule, 'derive', derive),
+        _replaced(FlashInferAttention, 'plan_step', plan),
+    ):
         yield
 
 
@@ -335,6 +357,7 @@ FAULTS: dict[str, Fault] = {
         sinks_twice,
         decode_slots_off_by_one,
         prefill_taken_for_decode,
+        cached_keys_forgotten,
         padding_left_out,
         scale_ignored,
         window_one_too_wide,

@@ -556,7 +556,7 @@ REPLANNED = (
 # Each deliberate fault of the FlashInfer backend, and the twins that must catch it.
 FLASHINFER_FAULTS = {
     'plan_destroyed': ('gqa-blocks-16-wide-flashinfer', 'mqa-blocks-256-wide-fa2'),
-    'previous_tables': ('gqa-blocks-64-wide-flashinfer', 'speculation-async-wide-flashinfer'),
+    'previous_tables': ('gqa-blocks-16-wide-flashinfer', 'speculation-async-wide-flashinfer'),
     'previous_fa2_plan': ('mqa-blocks-256-wide-fa2', 'speculation-tight-wide-fa2-hnd'),
     'window_of_another_layer': (
         'window-every-second-layer-wide-flashinfer',
@@ -570,6 +570,7 @@ FLASHINFER_FAULTS = {
     'sinks_twice': ('window-sinks-chunked-wide-flashinfer',),
     'decode_slots_off_by_one': ('gqa-blocks-16-wide-flashinfer', 'arrivals-wide-flashinfer'),
     'prefill_taken_for_decode': ('arrivals-wide-flashinfer',),
+    'cached_keys_forgotten': ('chunked-prefill-wide-flashinfer',),
     'padding_left_out': ('chunked-prefill-arrivals-wide-flashinfer',),
     'scale_ignored': (
         'gqa-blocks-16-wide-flashinfer',

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashinfer_on_cpu
 from flashinfer_on_cpu import KERNELS, SM_COUNT, works
-from reference_attention import attend_paged
+from reference_attention import attend_paged, gather_paged
 from series import gates, tree
 from series.model import Project
 
@@ -119,7 +119,7 @@ def xqa_arguments(batch: Batch) -> dict[str, Any]:
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('window', [-1, 0, 15, 16, 1000])
 @pytest.mark.parametrize('sinks', [None, torch.tensor([[0.5, -1.0], [2.0, 5.0]])])
-def test_xqa_is_the_reference_and_leaves_nan_where_there_is_no_key(
+def test_xqa_is_the_reference_and_leaves_nan_where_there_is_neither_key_nor_sink(
     dtype: torch.dtype, window: int, sinks: Tensor | None
 ) -> None:
     batch = Batch(DECODE, dtype=dtype)
@@ -130,7 +130,8 @@ def test_xqa_is_the_reference_and_leaves_nan_where_there_is_no_key(
         wanted = with_sinks(wanted, lse, sinks)
     empty = batch.lengths == 0
     assert_close(call['output'][~empty, 0], wanted[~empty])
-    assert call['output'][empty].isnan().all()
+    without = call['output'][empty]
+    assert without.isnan().all() if sinks is None else not without.any()
     assert not call['semaphores'].view(torch.int32).any()
 
 
@@ -573,6 +574,69 @@ def test_a_list_out_of_its_workspace_is_noticed(planned: tuple[Any, Batch]) -> N
         works.write(torch.zeros(100, dtype=torch.uint8), found, ctas=4, room=99, all_heads=False)
     with pytest.raises(ValueError, match='room for 1'):
         works.write(torch.zeros(9999, dtype=torch.uint8), found, ctas=4, room=1, all_heads=False)
+
+
+def ragged(window: int = -1) -> tuple[Any, Tensor, Tensor, Tensor, Batch]:
+    """A wrapper that has planned for prompts of 150, 3 and 20 tokens; queries, keys, values, batch."""
+    batch = Batch([(new, new) for new in (150, 3, 20)])
+    make = kernel('prefill.BatchPrefillWithRaggedKVCacheWrapper')
+    wrapper = make(torch.zeros(1024, dtype=torch.uint8), 'NHD', backend='fa3')
+    wrapper.plan(
+        batch.starts,
+        batch.starts,
+        HEADS,
+        KV_HEADS,
+        DIM,
+        causal=True,
+        window_left=window,
+        sm_scale=SCALE,
+        q_data_type=batch.query.dtype,
+    )
+    # Rows of both lie between each other, as in a projection to both.
+    both = torch.zeros(len(batch.query), KV_HEADS, 2 * DIM, dtype=batch.query.dtype)
+    keys, values = both.split(DIM, dim=-1)
+    for request, start in enumerate(batch.starts[:-1].tolist()):
+        length = int(batch.lengths[request])
+        for part, cache in zip((keys, values), batch.cache, strict=True):
+            part[start : start + length] = gather_paged(cache, batch.table[request], length)
+    return wrapper, batch.query, keys, values, batch
+
+
+@pytest.mark.parametrize('window', [-1, 20])
+def test_ragged_is_the_reference(window: int) -> None:
+    wrapper, query, keys, values, batch = ragged(window)
+    output, lse = wrapper.run(query, keys, values, return_lse=True)
+    wanted, wanted_lse = batch.wanted(window)
+    assert_close(output, wanted)
+    torch.testing.assert_close(lse * math.log(2), wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_ragged_reads_whole_tiles_of_values() -> None:
+    wrapper, query, keys, values, batch = ragged()
+    behind = torch.cat((keys, torch.full_like(keys, math.nan)))
+    assert wrapper.run(query, behind[: len(keys)], values).isfinite().all()
+    behind = torch.cat((values, torch.full_like(values, math.nan)))
+    output = wrapper.run(query, torch.cat((keys, keys)), behind)
+    assert output.isnan().all()
+    # A request's own NaN harms those before it, too, as far as their tiles reach.
+    values[151] = math.nan
+    output = wrapper.run(query, keys, values)
+    assert output[:150].isnan().all() and output[153:].isfinite().all()
+
+
+def test_ragged_refuses_what_is_not_planned() -> None:
+    wrapper, query, keys, values, _ = ragged()
+    for arguments, match in (
+        ((query[:-1], keys, values), 'queries, where'),
+        ((query.float(), keys, values), 'are not planned'),
+        ((query, keys.float(), values), 'are not planned'),
+        ((query, keys[:, :1], values), r'keys \('),
+        ((query, keys[:-1], values), r'keys \('),
+    ):
+        with pytest.raises(ValueError, match=match):
+            wrapper.run(*arguments)
+    with pytest.raises(IndexError, match='keys'):
+        wrapper.run(query, keys[:-1], values[:-1])
 
 
 def test_page_ids_may_be_a_table_of_any_shape(planned: tuple[Any, Batch]) -> None:

@@ -20,6 +20,10 @@ NAMES = [
     f'{WRAPPER}.plan',
     f'{WRAPPER}.run',
     f'{WRAPPER}.reset_workspace_buffer',
+    *(
+        f'prefill.BatchPrefillWithRaggedKVCacheWrapper.{method}'
+        for method in ('__init__', 'plan', 'run')
+    ),
     'prefill.trtllm_batch_context_with_kv_cache',
     'decode.trtllm_batch_decode_with_kv_cache',
 ]

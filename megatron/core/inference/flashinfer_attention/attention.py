@@ -5,7 +5,7 @@
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -89,6 +89,10 @@ class FlashInferAttention:
         }
         self._kernels: Dict[FlashInferKernel, Any] = {}
         self._shape: Optional[StepShape] = None
+        self._first_layer: Optional[int] = None  # of this step; None: none has run
+        # Of a fresh step: tokens that are no padding, and their keys and values in one layer.
+        self._num_new = 0
+        self._new: Optional[Tuple[Tensor, Tensor]] = None
 
     @staticmethod
     def _refuse_features(model_config: TransformerConfig) -> None:
@@ -190,6 +194,7 @@ class FlashInferAttention:
         for kernel in self._kernels.values():
             kernel.plan(shape)
             kernel.derive(shape)
+            kernel.begin(shape)
         for layer in setup.layers:
             self._attend(self._call(query, keys, values, layer, shape))
         # What fails, fails here. And the host's copies are free for the first step's plan.
@@ -211,17 +216,32 @@ class FlashInferAttention:
         # them. The prefill kernel, which comes second, takes all but real decodes in decode slots.
         split = self._kernel_types[self._selection.decode].SPLITS_STEPS
         slots = padded.decode_req_count if decode_only or split else 0
-        if split and not context.using_cuda_graph_this_step():
+        is_graph = context.using_cuda_graph_this_step()
+        if split and not is_graph:
             # Padding rows would keep the decode kernel from splitting keys over the whole GPU.
             slots = min(slots, context.num_decode_requests)
+        num_decode = min(context.num_decode_requests, slots) if split else 0
+        num_requests = context.total_request_count - context.paused_request_count
+        # A graph would hold what its capture was like.
+        is_fresh = self._kernel_types[self._selection.prefill].TAKES_NEW_KEYS and not (
+            decode_only or is_graph
+        )
+        if is_fresh:
+            prefill = slice(num_decode, num_requests)
+            is_fresh = torch.equal(
+                context._cpu_mha_query_lengths[prefill], context._cpu_mha_kv_seq_lengths[prefill]
+            )
+            self._num_new = int(context._cpu_mha_cu_query_seq_lengths[num_requests])
         self._shape = StepShape(
-            num_decode=min(context.num_decode_requests, slots) if split else 0,
-            num_requests=context.total_request_count - context.paused_request_count,
+            num_decode=num_decode,
+            num_requests=num_requests,
             decode_slots=slots,
             padded_requests=padded.req_count,
             num_tokens=padded.token_count,
             has_prefill=not decode_only,
+            is_fresh=is_fresh,
         )
+        self._first_layer = None
         for kernel in self._kernels_of(self._shape):
             kernel.plan(self._shape)
 
@@ -239,6 +259,18 @@ class FlashInferAttention:
         if shape.has_prefill:
             chosen.append(self._selection.prefill)
         return [self._kernels[kernel] for kernel in dict.fromkeys(chosen)]
+
+    def remember(self, keys: Tensor, values: Optional[Tensor]) -> None:
+        """Keep what a layer appends to the cache until it is `run`, if that can be of use.
+
+        Args:
+            keys (Tensor): Keys of this step's tokens, `(tokens, 1, kv_heads, head_dim)`.
+            values (Optional[Tensor]): Values, as keys; None with latents.
+        """
+        if values is not None and self._shape is not None and self._shape.is_fresh:
+            # Without padding, since the kernel reads beyond a request's last value.
+            new = slice(self._num_new)
+            self._new = keys.squeeze(1)[new], values.squeeze(1)[new]
 
     def run(
         self,
@@ -264,12 +296,18 @@ class FlashInferAttention:
                 their elements but the rotary ones; of padding tokens something finite.
         """
         assert self._shape is not None
+        # It may run several times, before it is captured and while it is.
+        if self._first_layer in (None, layer_number):
+            self._first_layer = layer_number
+            for kernel in self._kernels_of(self._shape):
+                kernel.begin(self._shape)
         query = query.squeeze(1).contiguous()
         windowed = is_layer_window_attention(
             self._window_size, self._window_attn_skip_freq, layer_number
         )
         layer = self._layers[windowed]
-        call = self._call(query, key_cache, value_cache, layer, self._shape, sinks)
+        new, self._new = self._new, None
+        call = self._call(query, key_cache, value_cache, layer, self._shape, sinks, new)
         self._attend(call)
         return call.output.unsqueeze(1)
 
@@ -281,12 +319,13 @@ class FlashInferAttention:
         layer: Layer,
         shape: StepShape,
         sinks: Optional[Tensor] = None,
+        new: Optional[Tuple[Tensor, Tensor]] = None,
     ) -> Call:
         value_dim = self._problem.value_dim
         if value_cache is None:
             value_cache = key_cache[..., :value_dim]
         output = torch.empty_like(query[..., :value_dim])
-        return Call(query, key_cache, value_cache, output, layer, shape, sinks)
+        return Call(query, key_cache, value_cache, output, layer, shape, sinks, new)
 
     def _attend(self, call: Call) -> None:
         if call.shape.decode_slots:

@@ -105,6 +105,8 @@ class Call:
         layer: Kind of the layer.
         shape: Extents of the step.
         sinks: Natural logit per query head that joins its softmax's denominator; None: none.
+        new: Keys and values of the step's tokens, `(tokens, kv_heads, head_dim)`, if its shape is
+            fresh and they are at hand; rows need not be contiguous.
     """
 
     query: Tensor
@@ -114,6 +116,7 @@ class Call:
     layer: Layer
     shape: StepShape
     sinks: Optional[Tensor] = None
+    new: Optional[Tuple[Tensor, Tensor]] = None
 
 
 class Kernel:
@@ -124,6 +127,12 @@ class Kernel:
 
     def derive(self, shape: StepShape) -> None:
         """Derive what a step needs on the device, once the step's bookkeeping is there."""
+
+    def begin(self, shape: StepShape) -> None:
+        """Derive the same, as far as the device knows all of it, when a step's first layer runs.
+
+        In a CUDA graph of the step this is part of it, and costs the host nothing.
+        """
 
 
 class DecodeKernel(Kernel, ABC):
@@ -138,6 +147,8 @@ class DecodeKernel(Kernel, ABC):
 
 class PrefillKernel(Kernel, ABC):
     """A kernel for requests with any number of query tokens."""
+
+    TAKES_NEW_KEYS = False  # whether in fresh steps the tokens' keys are of use beside the cache
 
     @abstractmethod
     def prefill(self, call: Call) -> None:
@@ -155,6 +166,9 @@ class Xqa(DecodeKernel):
     # FlashInfer sets 8 MiB aside for semaphores. They must start as zeros, and nobody else may
     # write them.
     SEMAPHORE_BYTES = 8 * MIB
+    # Where keys are split over CTAs, a row of length 0 would be divided by 0. A sink prevents that,
+    # so small that it takes no share of any other row: the kernel itself starts maxima there.
+    NO_SINK = -1e5
 
     def __init__(self, setup: Setup) -> None:
         from flashinfer.xqa import xqa  # type: ignore
@@ -170,8 +184,11 @@ class Xqa(DecodeKernel):
             setup.max_requests,
             setup.max_kv_blocks,
             setup.problem.block_size_tokens // page_size,
-            self._tokens,
             setup.device,
+        )
+        self._lengths = torch.zeros_like(setup.books.kv_lengths)
+        self._no_sinks = torch.full(
+            (setup.problem.num_query_heads,), self.NO_SINK, device=setup.device
         )
         semaphores = torch.zeros(self.SEMAPHORE_BYTES // 4, dtype=torch.int32, device=setup.device)
         self._semaphores = semaphores.view(torch.uint32)
@@ -199,34 +216,48 @@ class Xqa(DecodeKernel):
         return properties.multi_processor_count * tiles * 32 * row + alignment
 
     def derive(self, shape: StepShape) -> None:
-        """Derive page table and lengths."""
-        self._pages.derive(shape, self._books.block_table, self._books.kv_lengths)
+        """Derive lengths where rows of other requests lie among the decode slots."""
+        if shape.has_prefill:
+            _take_decodes(self._lengths, self._books.kv_lengths, shape)
+
+    def begin(self, shape: StepShape) -> None:
+        """Derive the page table."""
+        self._pages.derive(shape.decode_slots, self._books.block_table)
+
+    def _lengths_of(self, shape: StepShape) -> Tensor:
+        """Keys of each row, 0 of padding and of all that is no decode."""
+        return self._lengths if shape.has_prefill else self._books.kv_lengths
 
     def decode(self, call: Call) -> None:
         """See base class."""
         rows, problem = call.shape.decode_slots, self._problem
         tokens = () if self._tokens == 1 else (self._tokens,)
         heads = (problem.num_query_heads, problem.head_dim)
+        sinks = self._no_sinks if call.sinks is None else call.sinks.float()
         self._xqa(
             call.query[: rows * self._tokens].view(rows, 1, *tokens, *heads),
             _in_pages(call.key_cache, self._page_size),
             _in_pages(call.value_cache, self._page_size),
             self._pages.table[:rows],
-            self._pages.lengths[:rows].view(torch.uint32).unsqueeze(1),
+            self._lengths_of(call.shape)[:rows].view(torch.uint32).unsqueeze(1),
             call.output[: rows * self._tokens].view(rows, 1, *tokens, *heads),
             self._scratch,
             self._semaphores,
             problem.num_kv_heads,
             self._page_size,
-            sinks=(
-                None if call.sinks is None else call.sinks.float().view(problem.num_kv_heads, -1)
-            ),
+            sinks=sinks.view(problem.num_kv_heads, -1),
             # The kernel itself divides by the root of the head dim.
             q_scale=call.layer.softmax_scale * math.sqrt(problem.head_dim),
             sliding_win_size=call.layer.window_left + 1,
             q_seq_len=self._tokens,
             mask=None if self._mask is None else self._mask[:rows],
         )
+
+
+def _take_decodes(lengths: Tensor, kv_lengths: Tensor, shape: StepShape) -> None:
+    """Let lengths be those of the step's decodes, and 0 in other rows."""
+    lengths.zero_()
+    lengths[: shape.num_decode].copy_(kv_lengths[: shape.num_decode])
 
 
 def _causal_bits(tokens: int) -> Tensor:
@@ -261,9 +292,9 @@ class _Wrapped(PrefillKernel):
             for layer in setup.layers
         }
 
-    def _require_attributes(self, wrapper: Any) -> None:
+    def _require_attributes(self, wrapper: Any, *more: str) -> None:
         """Refuse a FlashInfer whose wrapper lacks what is set here."""
-        if not all(hasattr(wrapper, name) for name in self.ATTRIBUTES):
+        if not all(hasattr(wrapper, name) for name in (*self.ATTRIBUTES, *more)):
             raise self._unknown()
 
     def _unknown(self) -> ImportError:
@@ -279,7 +310,6 @@ class _Wrapped(PrefillKernel):
             num_qo_heads=problem.num_query_heads,
             num_kv_heads=problem.num_kv_heads,
             head_dim_qk=problem.head_dim,
-            page_size=problem.block_size_tokens,
             causal=True,
             sm_scale=layer.softmax_scale,
             window_left=layer.window_left,
@@ -289,13 +319,14 @@ class _Wrapped(PrefillKernel):
 
     def prefill(self, call: Call) -> None:
         """See base class."""
-        wrapper = self._wrappers[call.layer]
-        cache = (call.key_cache, call.value_cache)
+        self._run(call, self._wrappers[call.layer], (call.key_cache, call.value_cache))
+
+    def _run(self, call: Call, wrapper: Any, *keys_and_values: Any) -> None:
         if call.sinks is None:
-            wrapper.run(call.query, cache, out=call.output)
+            wrapper.run(call.query, *keys_and_values, out=call.output)
         else:
             # The wrapper accepts sinks, but these kernels do not apply them.
-            _, lse = wrapper.run(call.query, cache, out=call.output, return_lse=True)
+            _, lse = wrapper.run(call.query, *keys_and_values, out=call.output, return_lse=True)
             _apply_sinks(call.output, lse, call.sinks, self._first_token)
 
 
@@ -316,28 +347,40 @@ def _apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor, first_token: Option
 
 
 class Fa3(_Wrapped):
-    """Prefill on Hopper, by a work list that is made on the device."""
+    """Prefill on Hopper, by a work list that is made on the device.
+
+    A step whose prefill requests have nothing else in the cache is computed from the keys and
+    values of its tokens as they were handed to the cache, which the kernel reads by TMA. It gathers
+    pages more slowly.
+    """
 
     KERNEL = FlashInferKernel.FA3
+    TAKES_NEW_KEYS = True
     WORKSPACE_BYTES = 256  # the wrapper insists on one, the kernel uses none
     ATTRIBUTES = (
         "_plan_info",
         "_int_workspace_buffer",
         "_pin_memory_int_workspace_buffer",
-        "_paged_kv_indices_buf",
         "_qo_indptr_last",
     )
 
     def __init__(self, setup: Setup) -> None:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # type: ignore
+
         super().__init__(setup)
-        for layer in self._wrappers:
+        workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
+        self._ragged_wrappers = {
+            layer: BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.KERNEL.value)
+            for layer in setup.layers
+        }
+        for layer in setup.layers:
             self._check(layer)
         self._schedule = self._make_schedule(
             setup.max_requests, setup.max_tokens, setup.max_kv_blocks
         )
         self._first_token = self._schedule.first_token
-        for wrapper in self._wrappers.values():
-            self._follow(wrapper, self._schedule, setup.books.block_table)
+        for layer in setup.layers:
+            self._follow(layer, self._schedule, setup.books.block_table)
 
     def _make_schedule(
         self, max_requests: int, max_tokens: int, max_kv_blocks: int
@@ -353,27 +396,30 @@ class Fa3(_Wrapped):
             device,
         )
 
-    @staticmethod
-    def _follow(wrapper: Any, schedule: PrefillSchedule, block_table: Tensor) -> None:
-        """Point a wrapper that has planned to a work list in place of its plan."""
-        wrapper._plan_info = schedule.plan_info
-        wrapper._int_workspace_buffer = schedule.works.view(torch.uint8)
-        wrapper._pin_memory_int_workspace_buffer = None
-        wrapper._paged_kv_indices_buf = block_table
+    def _follow(self, layer: Layer, schedule: PrefillSchedule, block_table: Tensor) -> None:
+        """Point wrappers that have planned to a work list in place of their plan."""
+        paged, ragged = self._wrappers[layer], self._ragged_wrappers[layer]
+        paged._paged_kv_indices_buf = block_table
+        paged._plan_info, ragged._plan_info = schedule.plan_info, schedule.ragged_plan_info
+        for wrapper in (paged, ragged):
+            wrapper._int_workspace_buffer = schedule.works.view(torch.uint8)
+            wrapper._pin_memory_int_workspace_buffer = None
 
     def _check(self, layer: Layer) -> None:
-        """Have two requests computed by FlashInfer's plan, and by a work list and padding tokens.
+        """Have two requests computed by FlashInfer's plans, and by a work list and padding tokens.
 
-        The plan also compiles and loads the kernel, and fixes dtypes and options for good.
+        A plan also compiles and loads the kernel, and fixes dtypes and options for good.
 
         Raises:
             ImportError: If the results differ: this FlashInfer reads other lists.
         """
         problem, device = self._setup.problem, self._setup.device
-        block_size, wrapper = problem.block_size_tokens, self._wrappers[layer]
+        block_size = problem.block_size_tokens
+        paged, ragged = self._wrappers[layer], self._ragged_wrappers[layer]
         # More than one tile, pages that are not in order, and nothing that is 0 throughout.
         query_lengths, kv_lengths, padding = (200, 2), (200 + block_size, 3), 3
         num_tokens, long = sum(query_lengths), math.ceil(kv_lengths[0] / block_size)
+        starts = torch.tensor([0, query_lengths[0], num_tokens], dtype=torch.int32)
         pages = torch.arange(long, -1, -1, dtype=torch.int32, device=device)
         random = torch.Generator(device).manual_seed(0)
 
@@ -382,41 +428,63 @@ class Fa3(_Wrapped):
 
         query = values(num_tokens + padding, problem.num_query_heads, problem.head_dim)
         cache = values(2, long + 1, block_size, problem.num_kv_heads, problem.head_dim)
-        planned, ours = torch.empty_like(query[:-padding]), torch.full_like(query, torch.nan)
-        starts = torch.tensor([0, query_lengths[0], num_tokens], dtype=torch.int32)
-        wrapper.plan(
+        keys, new_values = values(2, num_tokens + padding, problem.num_kv_heads, problem.head_dim)
+        planned = [torch.zeros_like(query) for _ in range(2)]
+        arguments = self._plan_arguments(layer)
+        paged.plan(
             starts,
             torch.tensor([0, long, long + 1], dtype=torch.int32),
             pages,
             torch.tensor([(kv - 1) % block_size + 1 for kv in kv_lengths], dtype=torch.int32),
-            **self._plan_arguments(layer),
+            page_size=block_size,
+            **arguments,
         )
-        self._require_attributes(wrapper)
-        wrapper.run(query[:-padding], cache.unbind(), out=planned)
+        ragged.plan(starts, starts, **arguments)
+        for wrapper in (paged, ragged):
+            self._require_attributes(wrapper)
+        self._require_attributes(paged, "_paged_kv_indices_buf")
+        real = slice(num_tokens)
+        paged.run(query[real], (cache[0], cache[1]), out=planned[0][real])
+        ragged.run(query[real], keys[real], new_values[real], out=planned[1][real])
 
         schedule = self._make_schedule(2, num_tokens + padding, long)
-        if len(wrapper._plan_info) != len(schedule.plan_info):
+        if any(len(each._plan_info) != len(schedule.plan_info) for each in (paged, ragged)):
             raise self._unknown()
         block_table = torch.zeros((2, long), dtype=torch.int32, device=device)
         block_table[0] = pages[:-1]
-        shape = StepShape(
-            num_decode=0,
-            num_requests=2,
-            decode_slots=0,
-            padded_requests=2,
-            num_tokens=num_tokens + padding,
-            has_prefill=True,
-        )
-        lengths = (torch.tensor(each, dtype=torch.int32) for each in (query_lengths, kv_lengths))
-        schedule.derive(shape, starts.to(device), *(each.to(device) for each in lengths))
-        self._follow(wrapper, schedule, block_table)
-        try:
-            self.prefill(Call(query, cache[0], cache[1], ours, layer, shape))
-        except (IndexError, TypeError, ValueError) as error:
-            raise self._unknown() from error
-        planned = torch.nn.functional.pad(planned, (0, 0, 0, 0, 0, padding))
-        if not torch.allclose(ours, planned, rtol=1e-2, atol=1e-2):
-            raise self._unknown()
+        self._follow(layer, schedule, block_table)
+        for is_fresh, expected in enumerate(planned):
+            shape = StepShape(
+                num_decode=0,
+                num_requests=2,
+                decode_slots=0,
+                padded_requests=2,
+                num_tokens=num_tokens + padding,
+                has_prefill=True,
+                is_fresh=bool(is_fresh),
+            )
+            lengths = (query_lengths, query_lengths if is_fresh else kv_lengths)
+            schedule.derive(
+                shape,
+                starts.to(device),
+                *(torch.tensor(each, dtype=torch.int32, device=device) for each in lengths),
+            )
+            found = torch.full_like(query, torch.nan)
+            call = Call(
+                query,
+                cache[0],
+                cache[1],
+                found,
+                layer,
+                shape,
+                new=(keys, new_values) if is_fresh else None,
+            )
+            try:
+                self.prefill(call)
+            except (IndexError, TypeError, ValueError) as error:
+                raise self._unknown() from error
+            if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
+                raise self._unknown()
 
     def derive(self, shape: StepShape) -> None:
         """Make the work list."""
@@ -425,9 +493,14 @@ class Fa3(_Wrapped):
 
     def prefill(self, call: Call) -> None:
         """See base class."""
-        # The wrapper compares the query with what it has planned, before the first step.
-        self._wrappers[call.layer]._qo_indptr_last = call.query.size(0)
-        super().prefill(call)
+        wrappers = self._wrappers if call.new is None else self._ragged_wrappers
+        wrapper = wrappers[call.layer]
+        # A wrapper compares the query with what it has planned, before the first step.
+        wrapper._qo_indptr_last = call.query.size(0)
+        if call.new is None:
+            super().prefill(call)
+        else:
+            self._run(call, wrapper, *call.new)
 
 
 @dataclass(frozen=True)
@@ -555,6 +628,7 @@ class Fa2(_Wrapped, HostPlanned, DecodeKernel):
                 disable_split_kv=not split,
                 # Other kernels use this. Unless it is given, it is looked for in a Python loop.
                 max_token_per_sequence=shape.num_tokens,
+                page_size=block_size,
                 **self._plan_arguments(layer),
             )
 
@@ -597,22 +671,26 @@ class TrtllmGen(DecodeKernel, PrefillKernel):
             setup.max_requests,
             setup.max_kv_blocks,
             setup.problem.block_size_tokens // page_size,
-            setup.tokens_per_decode,
             setup.device,
         )
+        self._lengths = torch.zeros_like(setup.books.kv_lengths)
         self._first_token = torch.zeros(1, dtype=torch.int32, device=setup.device)
         self._query_starts = torch.zeros_like(setup.books.query_starts)
         self._kv_starts = torch.zeros_like(setup.books.query_starts)
         self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
 
     def derive(self, shape: StepShape) -> None:
-        """Derive page table and lengths, and the starts of queries with decode rows emptied."""
+        """Derive lengths of decodes, and the starts of queries with decode rows emptied."""
         books = self._setup.books
-        self._pages.derive(shape, books.block_table, books.kv_lengths)
+        _take_decodes(self._lengths, books.kv_lengths, shape)
         first_token = shape.num_decode * self._setup.tokens_per_decode
         self._first_token.fill_(first_token)
         torch.clamp(books.query_starts, min=first_token, out=self._query_starts)
         torch.cumsum(books.kv_lengths, 0, dtype=torch.int32, out=self._kv_starts[1:])
+
+    def begin(self, shape: StepShape) -> None:
+        """Derive the page table."""
+        self._pages.derive(shape.padded_requests, self._setup.books.block_table)
 
     def _arguments(self, call: Call, rows: int) -> Dict[str, Any]:
         """What both functions are given under the same name."""
@@ -634,20 +712,22 @@ class TrtllmGen(DecodeKernel, PrefillKernel):
         """See base class."""
         rows = call.shape.decode_slots
         tokens = rows * self._setup.tokens_per_decode
+        lengths, output = self._lengths[:rows], call.output[:tokens]
         self._decode(
             call.query[:tokens],
-            seq_lens=self._pages.lengths[:rows],
+            seq_lens=lengths,
             max_seq_len=self._setup.max_kv_blocks * self._setup.problem.block_size_tokens,
-            out=call.output[:tokens],
+            out=output,
             backend="trtllm-gen",
             q_len_per_req=self._setup.tokens_per_decode,
             **self._arguments(call, rows),
         )
+        output.view(rows, -1).masked_fill_((lengths == 0).unsqueeze(1), 0)
 
     def prefill(self, call: Call) -> None:
         """See base class."""
         rows = call.shape.padded_requests
-        # No row holds the padding tokens, and what decode made of those in its slots may be NaN.
+        # No row holds the padding tokens.
         token = torch.arange(call.output.size(0), device=call.output.device)
         call.output.masked_fill_((token >= self._first_token).view(-1, 1, 1), 0)
         self._prefill(

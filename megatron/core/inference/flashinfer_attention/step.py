@@ -31,6 +31,7 @@ class StepShape:
         padded_requests: Rows, padding included.
         num_tokens: Query tokens of this step, padding included.
         has_prefill: Whether the prefill kernel is launched.
+        is_fresh: Whether all that the prefill kernel's requests have in the cache is of this step.
     """
 
     num_decode: int
@@ -39,55 +40,40 @@ class StepShape:
     padded_requests: int
     num_tokens: int
     has_prefill: bool
+    is_fresh: bool = False
 
 
 class PageTable:
-    """Page ids and lengths of the rows, for kernels whose pages are parts of a block.
+    """Page ids of the rows, for kernels whose pages are parts of a block.
 
-    Block `b` consists of pages `b * k` to `b * k + k - 1`. A padding row has the pages of the first
-    request, and any row that is not decode the length of a decode's new tokens: what is computed
-    for it is finite and costs next to nothing, while a row of length 0 would come out as NaN.
+    Block `b` consists of pages `b * k` to `b * k + k - 1`.
 
     Args:
         max_requests (int): Rows.
         max_kv_blocks (int): Blocks of one row of the context's block table.
         pages_per_block (int): Pages that make a block.
-        tokens_per_decode (int): Query tokens of a decode request.
-        device (torch.device): Where the arrays are.
+        device (torch.device): Where the table is.
     """
 
     def __init__(
-        self,
-        max_requests: int,
-        max_kv_blocks: int,
-        pages_per_block: int,
-        tokens_per_decode: int,
-        device: torch.device,
+        self, max_requests: int, max_kv_blocks: int, pages_per_block: int, device: torch.device
     ) -> None:
         self.pages_per_block = pages_per_block
-        self.tokens_per_decode = tokens_per_decode
         width = max_kv_blocks * pages_per_block
         self.table = torch.zeros((max_requests, width), dtype=torch.int32, device=device)
-        self.lengths = torch.zeros((max_requests,), dtype=torch.int32, device=device)
 
-    def derive(self, shape: StepShape, block_table: Tensor, kv_lengths: Tensor) -> None:
-        """Derive the arrays of a step.
+    def derive(self, rows: int, block_table: Tensor) -> None:
+        """Derive the first rows of the table.
 
         Args:
-            shape (StepShape): Extents of the step.
+            rows (int): How many.
             block_table (Tensor): Blocks, int32 of shape `(rows, max_kv_blocks)`; -1 where none is.
-            kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
         """
         width = self.table.size(1)
         tile = min(1024, triton.next_power_of_2(width))
-        _pages_kernel[(shape.padded_requests, triton.cdiv(width, tile))](
+        _pages_kernel[(rows, triton.cdiv(width, tile))](
             block_table,
-            kv_lengths,
             self.table,
-            self.lengths,
-            shape.num_requests,
-            shape.num_decode,
-            self.tokens_per_decode,
             width,
             block_table.stride(0),
             PAGES_PER_BLOCK=self.pages_per_block,
@@ -95,15 +81,10 @@ class PageTable:
         )
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_decode"])
+@triton.jit
 def _pages_kernel(
     block_table_ptr,
-    kv_lengths_ptr,
     page_table_ptr,
-    lengths_ptr,
-    num_requests,
-    num_decode,
-    tokens_per_decode,
     width,
     block_table_stride,
     PAGES_PER_BLOCK: tl.constexpr,
@@ -112,16 +93,12 @@ def _pages_kernel(
     row = tl.program_id(0)
     page = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = page < width
-    source = tl.where(row < num_requests, row, 0)
     block = tl.load(
-        block_table_ptr + source * block_table_stride + page // PAGES_PER_BLOCK, mask=mask, other=0
+        block_table_ptr + row * block_table_stride + page // PAGES_PER_BLOCK, mask=mask, other=0
     )
     # Entries beyond a request's blocks are -1. No kernel should read them; if one does, no harm.
     page_id = tl.maximum(block, 0) * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
     tl.store(page_table_ptr + row.to(tl.int64) * width + page, page_id, mask=mask)
-    if tl.program_id(1) == 0:
-        length = tl.load(kv_lengths_ptr + row)
-        tl.store(lengths_ptr + row, tl.where(row < num_decode, length, tokens_per_decode))
 
 
 class PrefillSchedule:
@@ -181,12 +158,20 @@ class PrefillSchedule:
     @property
     def plan_info(self) -> List[int]:
         """Where the kernel finds what, in its own order: byte offsets, and whether heads share."""
+        return self._plan_info(is_ragged=False)
+
+    @property
+    def ragged_plan_info(self) -> List[int]:
+        """As `plan_info`, for keys that lie in the order of the queries, as many as they are."""
+        return self._plan_info(is_ragged=True)
+
+    def _plan_info(self, is_ragged: bool) -> List[int]:
         arrays = [array * self.capacity * self.works.itemsize for array in range(8)]
         tile, query_start, first_page, query_length, kv_length, head, request, first_work = arrays
         return [
             tile,
             query_start,
-            first_page,
+            query_start if is_ragged else first_page,
             query_length,
             kv_length,
             head,

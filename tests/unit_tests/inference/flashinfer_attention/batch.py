@@ -166,10 +166,27 @@ class Batch:
         self.context.total_request_count = other.context.total_request_count
         self.queries, self.kvs = other.queries, other.kvs
 
+    def new(self, layer):
+        """Keys and values that a layer appends in this step, those of padding tokens NaN.
+
+        As in a model, rows of both lie between each other.
+        """
+        shape = (self.dims.token_count, 1, self.kv_heads, 2 * self.head_dim)
+        both = torch.full(shape, NAN, dtype=self.dtype, device=DEVICE).split(self.head_dim, dim=-1)
+        start = 0
+        for row, (query_length, kv) in enumerate(zip(self.queries, self.kvs)):
+            position = torch.arange(kv - query_length, kv, device=DEVICE)
+            block = self.table[row].to(DEVICE)[position // self.block_size]
+            for part, cache in zip(both, self.spec.layer_views(self.storage, layer - 1)):
+                part[start : start + query_length, 0] = cache[block, position % self.block_size]
+            start += query_length
+        return both
+
     def run(self, attention, layer=1, sinks=None):
         """One layer's attention of this batch, `(tokens, heads, head_dim)`, in a poisoned output."""
         attention.plan_step(self.context)
         attention.derive_step()
+        attention.remember(*self.new(layer))
         keys, values = self.spec.layer_views(self.storage, layer - 1)
         with mock.patch("torch.empty_like", lambda tensor: torch.full_like(tensor, NAN)):
             return attention.run(self.query, keys, values, layer, sinks).squeeze(1)

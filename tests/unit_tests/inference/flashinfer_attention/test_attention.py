@@ -12,6 +12,7 @@ from .batch import DEVICE, Batch
 
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000]
 SHORT = [(1, 1), (1, 300), (5, 5), (64, 64), (100, 356), (127, 127), (128, 130), (129, 129)]
+FRESH = [(1, 1), (300, 300), (5, 5), (128, 128), (127, 127), (257, 257), (3, 3)]
 
 # Kernels of FlashInfer are compiled for each of these. GPUs differ in which they have.
 SHAPES = {
@@ -50,6 +51,11 @@ class TestShapes:
         batch = Batch(EDGES, SHORT, dims=(700, 12, 17), **shape)
         batch.check(batch.run(batch.attention(kernel), layer=2), layer=2)
 
+    def test_fresh(self, shape, kernel):
+        """Prompts of which nothing was in the cache, beside decodes and padding."""
+        batch = Batch(EDGES, FRESH, dims=(1100, 8, 17), **shape)
+        batch.check(batch.run(batch.attention(kernel), layer=2), layer=2)
+
 
 class TestPadding:
     @pytest.mark.parametrize("graph", [False, True])
@@ -76,23 +82,28 @@ class TestPadding:
         batch.check(batch.run(batch.attention(kernel)))
 
 
+@pytest.mark.parametrize("prefill", [SHORT, FRESH], ids=["cached", "fresh"])
 class TestLayers:
     @pytest.mark.parametrize("window", [0, 63, 64, 100])
-    def test_windows(self, window, kernel):
+    def test_windows(self, window, kernel, prefill):
         """The first layer sees a window, the second everything."""
         batch = Batch(
-            EDGES, SHORT, dims=(700, 12, 17), window_size=(window, 0), window_attn_skip_freq=[1, 0]
+            EDGES,
+            prefill,
+            dims=(1100, 12, 17),
+            window_size=(window, 0),
+            window_attn_skip_freq=[1, 0],
         )
         attention = batch.attention(kernel)
         batch.check(batch.run(attention, layer=1), layer=1, window=window)
         batch.check(batch.run(attention, layer=2), layer=2)
 
-    def test_softmax_scale(self, kernel):
-        batch = Batch([70, 300], SHORT, softmax_scale=0.02)
+    def test_softmax_scale(self, kernel, prefill):
+        batch = Batch([70, 300], prefill, softmax_scale=0.02)
         batch.check(batch.run(batch.attention(kernel)), scale=0.02)
 
-    def test_sinks(self, kernel):
-        batch = Batch(EDGES, SHORT, dims=(700, 12, 17))
+    def test_sinks(self, kernel, prefill):
+        batch = Batch(EDGES, prefill, dims=(1100, 12, 17))
         sinks = torch.linspace(-1, 4, 8, device=DEVICE).to(batch.dtype)
         batch.check(batch.run(batch.attention(kernel), sinks=sinks), sinks=sinks)
 

@@ -434,11 +434,11 @@ class TestSuspendAndResume:
 
 @pytest.fixture
 def change_wrapper(monkeypatch):
-    """Gives the wrapper's class, for another one to be put in its place."""
+    """Gives a wrapper's class, for another one to be put in its place."""
     import flashinfer  # type: ignore
 
-    def change(make_class):
-        name = "BatchPrefillWithPagedKVCacheWrapper"
+    def change(make_class, kind="Paged"):
+        name = f"BatchPrefillWith{kind}KVCacheWrapper"
         monkeypatch.setattr(flashinfer, name, make_class(getattr(flashinfer, name)))
 
     return change
@@ -470,8 +470,16 @@ class TestBuild:
         assert len({layer for phase, layer in once if phase == "prefill"}) == kinds
         assert len({layer for phase, layer in once if phase == "decode"}) == kinds
 
-    @pytest.mark.parametrize("name", Fa3.ATTRIBUTES)
-    def test_fa3_wrapper_without_an_attribute(self, hopper, make_context, change_wrapper, name):
+    @pytest.mark.parametrize(
+        "kind, name",
+        [
+            *((kind, name) for kind in ("Paged", "Ragged") for name in Fa3.ATTRIBUTES),
+            ("Paged", "_paged_kv_indices_buf"),
+        ],
+    )
+    def test_fa3_wrapper_without_an_attribute(
+        self, hopper, make_context, change_wrapper, kind, name
+    ):
         def without(wrapper):
             class Without(wrapper):
                 def plan(self, *args, **kwargs):
@@ -480,7 +488,7 @@ class TestBuild:
 
             return Without
 
-        change_wrapper(without)
+        change_wrapper(without, kind)
         with pytest.raises(ImportError, match="^The fa3 kernel of this FlashInfer is planned in"):
             make_context()
 
@@ -499,8 +507,17 @@ class TestBuild:
             make_context(flashinfer_kernel="fa2")
 
     @pytest.mark.skipif(HAVE_GPU, reason="a GPU's kernel would read memory that is not there")
-    @pytest.mark.parametrize("pair", [(3, 4), (6, 7), (2, 7), (0, 2), (1, 2), (4, 5)])
-    def test_fa3_kernel_that_reads_other_lists(self, hopper, make_context, change_wrapper, pair):
+    @pytest.mark.parametrize(
+        "kind, pair",
+        [
+            *(("Paged", pair) for pair in ((3, 4), (6, 7), (2, 7), (0, 2), (1, 2), (4, 5))),
+            # Here places 1 and 2 have the same array, and 3 and 4 the same numbers.
+            *(("Ragged", pair) for pair in ((6, 7), (2, 7), (0, 2), (4, 5))),
+        ],
+    )
+    def test_fa3_kernel_that_reads_other_lists(
+        self, hopper, make_context, change_wrapper, kind, pair
+    ):
         def swapped(plan):
             plan = list(plan)
             plan[pair[0]], plan[pair[1]] = plan[pair[1]], plan[pair[0]]
@@ -521,11 +538,12 @@ class TestBuild:
 
             return Other
 
-        change_wrapper(other)
+        change_wrapper(other, kind)
         with pytest.raises(ImportError, match="^The fa3 kernel of this FlashInfer is planned in"):
             make_context()
 
-    def test_fa3_plan_of_another_length(self, hopper, make_context, change_wrapper):
+    @pytest.mark.parametrize("kind", ["Paged", "Ragged"])
+    def test_fa3_plan_of_another_length(self, hopper, make_context, change_wrapper, kind):
         def longer(wrapper):
             class Longer(wrapper):
                 def plan(self, *args, **kwargs):
@@ -541,7 +559,7 @@ class TestBuild:
 
             return Longer
 
-        change_wrapper(longer)
+        change_wrapper(longer, kind)
         with pytest.raises(ImportError, match="^The fa3 kernel of this FlashInfer is planned in"):
             make_context()
 
@@ -675,6 +693,49 @@ class TestHooks:
         assert output.isfinite().all()
 
 
+class TestNewKeys:
+    """Prompts of which nothing was in the cache are computed from what they append to it."""
+
+    def append(self, context):
+        """Append random keys and values to the first layer, as parts of one projection; queries."""
+        tokens = context.padded_active_token_count
+        both = torch.randn(tokens, 1, KV_HEADS, 2 * HEAD_DIM, device=DEVICE).bfloat16()
+        context.append_key_value_cache(1, *both.split(HEAD_DIM, dim=-1))
+        return torch.randn(tokens, 1, HEADS, HEAD_DIM, device=DEVICE).bfloat16()
+
+    def test_cache_is_not_read(self, hopper, make_context):
+        context = make_context()
+        context.add_request(request(0, 200))
+        context.add_request(request(1, 3))
+        context.initialize_attention_state()
+        query = self.append(context)
+        attention, caches = context.flashinfer_attention, context.key_value_cache(1)[:2]
+        appended = context.memory_buffer.clone()
+        context.memory_buffer.fill_(NAN)
+        found = attention.run(query, *caches, 1)
+        assert attention._new is None
+        context.memory_buffer.copy_(appended)
+        from_cache = attention.run(query, *caches, 1)
+        assert torch.allclose(found, from_cache, rtol=1e-2, atol=1e-2)
+
+    @pytest.mark.parametrize("graphs", [None, 4])
+    def test_cache_is_read_otherwise(self, hopper, make_context, graphs):
+        """In graphs, which hold their capture, and where more of a prompt is in the cache."""
+        context = make_context(
+            num_cuda_graphs=graphs, cuda_graph_mixed_prefill_count=2, enable_prefix_caching=True
+        )
+        options = dict(block_size_tokens=BLOCK, enable_prefix_caching=True)
+        context.add_request(request(0, 2 * BLOCK, **options))
+        context.initialize_attention_state()
+        assert context.flashinfer_attention._shape.is_fresh is (graphs is None)
+        generate(context)
+        context.add_request(request(1, 2 * BLOCK + 9, **options))
+        context.initialize_attention_state()
+        self.append(context)
+        assert context.flashinfer_attention._shape.is_fresh is False
+        assert context.flashinfer_attention._new is None
+
+
 def rows_of(context):
     """Query tokens, tokens in the cache and blocks of each request of the step, by plain Python."""
     rows = []
@@ -687,18 +748,17 @@ def rows_of(context):
     return rows
 
 
-def check_page_table(kernel, shape, rows, tokens):
-    """Decode rows have their pages and lengths; all others something harmless."""
+def check_page_table(kernel, shape, rows):
+    """Decode rows have their pages and lengths, all others in decode slots no length."""
     page = kernel._page_size
     per_block = BLOCK // page
-    table, lengths = kernel._pages.table.tolist(), kernel._pages.lengths.tolist()
+    kernel.begin(shape)
+    table, lengths = kernel._pages.table.tolist(), kernel._lengths_of(shape).tolist()
     for row, (_, kv, blocks) in enumerate(rows[: shape.num_decode]):
         pages = [block * per_block + part for block in blocks for part in range(per_block)]
         assert table[row][: -(-kv // page)] == pages[: -(-kv // page)]
         assert lengths[row] == kv
-    for row in range(shape.num_decode, shape.padded_requests):
-        assert lengths[row] == tokens
-        assert table[row][0] == (rows[row] if row < len(rows) else rows[0])[2][0] * per_block
+    assert not any(lengths[shape.num_decode : shape.decode_slots])
 
 
 def check_work_list(kernel, shape, rows, max_blocks):
@@ -751,13 +811,13 @@ def check_step(context, expected):
     rows = rows_of(context)
     assert [(query, kv) for query, kv, _ in rows] == expected
     attention, padded = context.flashinfer_attention, context.padded_batch_dimensions
-    tokens = context.num_speculative_tokens + 1
     decodes, prefills = context.num_decode_requests, context.num_prefill_requests
     assert decodes + prefills == len(expected)
     kernels = attention._kernels
     splits = FlashInferKernel.FA2 not in kernels
     slots = padded.decode_req_count if splits or not prefills else 0
-    if splits and not context.using_cuda_graph_this_step():
+    is_graph = context.using_cuda_graph_this_step()
+    if splits and not is_graph:
         slots = decodes
     shape = attention._shape
     assert shape == StepShape(
@@ -767,10 +827,16 @@ def check_step(context, expected):
         padded_requests=padded.prefill_req_count + padded.decode_req_count,
         num_tokens=padded.token_count,
         has_prefill=prefills > 0,
+        is_fresh=(
+            FlashInferKernel.FA3 in kernels
+            and prefills > 0
+            and not is_graph
+            and all(query == kv for query, kv in expected[decodes:])
+        ),
     )
     for kernel in kernels.values():
         if isinstance(kernel, Xqa) and slots:
-            check_page_table(kernel, shape, rows, tokens)
+            check_page_table(kernel, shape, rows)
         if isinstance(kernel, Fa3) and prefills:
             check_work_list(kernel, shape, rows, context.max_kv_block_count)
         if isinstance(kernel, Fa2):

@@ -105,7 +105,7 @@ class Steps:
         for kernel in self.attention._kernels.values():
             if isinstance(kernel, (Xqa, TrtllmGen)):
                 numbers(kernel._pages.table)
-                numbers(kernel._pages.lengths)
+                numbers(kernel._lengths)
             if isinstance(kernel, Xqa):
                 kernel._scratch.fill_(0xFF)
             if isinstance(kernel, TrtllmGen):
@@ -159,7 +159,7 @@ def mixed_steps(steps: Steps) -> list[Batch]:
         batch(11, 1, 0, 3),  # decodes in prefill slots
         batch(0, 4, 0, 4),
         batch(0, 1, 0, 5),
-        # The first request, of which padding rows have the pages, is shorter than a decode's.
+        # Requests that are shorter than a decode may be.
         steps.make([], [(1, 1), (2, 2)], MIXED, 6),
         batch(8, 4, 5, 7),
     ]

@@ -60,6 +60,10 @@ class LatentBatch(Batch):
         self.config = latent_config(heads, self.dtype, **(model or {}))
         self.scale = QUERY_DIM**-0.5
 
+    def new(self, layer):
+        """Latents have no values beside them."""
+        return self.query, None
+
     def expected(self, layer=1, scale=None):
         """What `run` should give for the tokens that are no padding, in float32."""
         latents = self.spec.layer_views(self.storage, layer - 1)[0]

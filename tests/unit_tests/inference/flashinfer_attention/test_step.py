@@ -19,58 +19,30 @@ def on_device(values, length=None) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-class TestPageTable:
-    @pytest.mark.parametrize("pages_per_block", [1, 2, 4, 16])
-    @pytest.mark.parametrize("tokens_per_decode", [1, 3])
-    def test_decode_and_padding_rows(self, pages_per_block, tokens_per_decode):
-        table = PageTable(8, MAX_BLOCKS, pages_per_block, tokens_per_decode, DEVICE)
-        blocks = torch.full((8, MAX_BLOCKS), -1, dtype=torch.int32)
-        blocks[0, :2] = torch.tensor([7, 3])
-        blocks[1, :3] = torch.tensor([0, 9, 4])
-        lengths = [33, 60, 17, 0, 0, 0, 0, 0]
-        blocks[2, :1] = 6
-        shape = StepShape(
-            num_decode=2,
-            num_requests=3,
-            decode_slots=5,
-            padded_requests=5,
-            num_tokens=40,
-            has_prefill=True,
-        )
-        untouched = table.table[5:].clone()
-        table.derive(shape, blocks.to(DEVICE), on_device(lengths))
-
-        first = [0, 1, 2, 0, 0]  # padding rows have the pages of the first request
-        for row, source in enumerate(first):
-            expected = [
-                max(block, 0) * pages_per_block + page
-                for block in blocks[source].tolist()
-                for page in range(pages_per_block)
-            ]
-            assert table.table[row].tolist() == expected
-        assert table.lengths[:5].tolist() == [33, 60] + 3 * [tokens_per_decode]
-        assert torch.equal(table.table[5:], untouched)
-
-    def test_no_request(self):
-        table = PageTable(4, MAX_BLOCKS, 2, 1, DEVICE)
-        blocks = torch.full((4, MAX_BLOCKS), -1, dtype=torch.int32, device=DEVICE)
-        shape = StepShape(
-            num_decode=0,
-            num_requests=0,
-            decode_slots=2,
-            padded_requests=2,
-            num_tokens=2,
-            has_prefill=False,
-        )
-        table.derive(shape, blocks, on_device([0] * 4))
-        assert table.lengths[:2].tolist() == [1, 1]
-        assert table.table.min() >= 0
+@pytest.mark.parametrize("pages_per_block", [1, 2, 4, 16])
+def test_page_table(pages_per_block):
+    table = PageTable(8, MAX_BLOCKS, pages_per_block, DEVICE)
+    blocks = torch.full((8, MAX_BLOCKS), -1, dtype=torch.int32)
+    blocks[0, :2] = torch.tensor([7, 3])
+    blocks[1, :3] = torch.tensor([0, 9, 4])
+    blocks[2] = torch.arange(MAX_BLOCKS) + 20
+    untouched = table.table[5:].clone()
+    table.derive(5, blocks.to(DEVICE))
+    for row in range(5):
+        expected = [
+            max(block, 0) * pages_per_block + page
+            for block in blocks[row].tolist()
+            for page in range(pages_per_block)
+        ]
+        assert table.table[row].tolist() == expected
+    assert torch.equal(table.table[5:], untouched)
 
 
-def works_of(schedule: PrefillSchedule) -> list[list[dict[str, int]]]:
+def works_of(schedule: PrefillSchedule, is_ragged=False) -> list[list[dict[str, int]]]:
     """The works of each CTA, read as the kernel reads them."""
     names = ["tile", "start", "page", "query", "kv", "head", "first", "request", "shared"]
-    offsets = dict(zip(names, schedule.plan_info))
+    plan_info = schedule.ragged_plan_info if is_ragged else schedule.plan_info
+    offsets = dict(zip(names, plan_info))
     assert offsets.pop("shared") == 0
     assert all(offset % 16 == 0 for offset in offsets.values())
     works = schedule.works.tolist()
@@ -146,6 +118,9 @@ class TestPrefillSchedule:
             ctas = works_of(schedule)
             found = sorted(tuple(work.values()) for works in ctas for work in works)
             assert found == expected
+            # Where keys lie as the queries do, a request's first key is found as its first query.
+            for plain, ragged in zip(ctas, works_of(schedule, is_ragged=True)):
+                assert ragged == [work | {"page": work["start"]} for work in plain]
 
             # Dealt out evenly, and every CTA starts with its longest work.
             counts = [len(works) for works in ctas]

@@ -11,6 +11,7 @@ from . import decode as decode
 from . import mla as mla
 from . import prefill as prefill
 from .prefill import BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper
+from .prefill import BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper
 from .xqa import xqa as xqa
 
 __version__ = version('flashinfer-python')

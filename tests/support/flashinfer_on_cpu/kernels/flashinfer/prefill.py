@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -398,16 +399,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return (out, lse) if return_lse else out
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        scale = q.shape[-1] ** -0.5 if self._sm_scale is None else self._sm_scale
-        output, lse = attend(
-            q.float(),
-            keys,
-            values,
-            scale=scale,
-            causal=self._causal,
-            window=(self._window_left, -1),
-        )
-        return output, base_2(lse)
+        return _attention(q, keys, values, self._sm_scale, self._causal, self._window_left)
 
     def _run_fa2(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
         require(out.is_contiguous(), 'out is written as contiguous, and is not')
@@ -433,35 +425,261 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     def _run_fa3(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
         assert self._plan_info is not None
-        require(len(self._plan_info) == 9, f'a plan of {len(self._plan_info)} numbers')
         require(cache[0].stride()[:2] == cache[1].stride()[:2], 'strides of keys and values differ')
-        require(out.stride(-1) == 1, 'elements of a head must be contiguous')
         page_ids = self._paged_kv_indices_buf
         require_like(page_ids, 'page ids', tuple(page_ids.shape), torch.int32)
-        num_rows, num_heads = q.shape[:2]
-        group = num_heads // cache[0].shape[2]
-        tile = works.tile_size(out.shape[-1])
-        written = torch.zeros(num_rows, num_heads, dtype=torch.bool)
-        for work in works.read(
-            self._int_workspace_buffer, self._plan_info, ctas=_multiprocessors()
-        ):
-            first, last = work.query_start, work.query_start + work.queries
-            if not (0 <= first <= last <= num_rows and work.tile >= 0 <= work.page_start):
-                raise IndexError(f'{work} for {num_rows} rows')
-            part = work.rows(tile)
-            rows = slice(first + part.start, first + part.stop)
-            ids = page_ids.view(-1)[work.page_start :]
-            for head in range(num_heads) if self._plan_info[8] else (work.head,):
-                if not 0 <= head < num_heads:
-                    raise IndexError(f'{work} for {num_heads} heads')
-                if written[rows, head].any():
-                    raise ValueError(f'{work} is of rows that another work writes')
-                written[rows, head] = True
-                heads = slice(head // group, head // group + 1)
-                keys, values = gather(cache, ids, work.keys, heads)
-                result, result_lse = self._attend(q[first:last, head : head + 1], keys, values)
-                out[rows, head] = result[part, 0].to(out.dtype)
-                lse[rows, head] = result_lse[part, 0]
+        group = q.shape[1] // cache[0].shape[2]
+
+        def keys_of(work: works.Work, head: int) -> tuple[Tensor, Tensor]:
+            heads = slice(head // group, head // group + 1)
+            return gather(cache, page_ids.view(-1)[work.page_start :], work.keys, heads)
+
+        _work(self._int_workspace_buffer, self._plan_info, keys_of, self._attend, q, out, lse)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper:
+    """Attention of packed queries on packed keys, by the kernel of `fa3`, from its work list.
+
+    The kernel reads whole tiles of keys: a value behind a request's last that is NaN, be it another
+    request's or no one's, makes its outputs NaN.
+    """
+
+    @stands_in(
+        'use_cuda_graph',
+        'qo_indptr_buf',
+        'kv_indptr_buf',
+        'custom_mask_buf',
+        'mask_indptr_buf',
+        'jit_args',
+        'jit_kwargs',
+    )
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = 'NHD',
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = 'auto',
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if backend != 'fa3' or kv_layout != 'NHD':
+            raise NotImplementedError(f'there is no stand-in for ragged {backend} in {kv_layout}')
+        self.device = float_workspace_buffer.device
+        self._float_workspace_buffer = float_workspace_buffer
+        self._int_workspace_buffer: Tensor = torch.full(
+            (8 * 1024 * 1024,), 255, dtype=torch.uint8, device=self.device
+        )
+        self._pin_memory_int_workspace_buffer: Tensor | None = torch.empty_like(
+            self._int_workspace_buffer, device='cpu'
+        )
+        self._plan_info: list[int] | None = None
+
+    @stands_in(
+        'custom_mask',
+        'packed_custom_mask',
+        'pos_encoding_mode',
+        'use_fp16_qk_reduction',
+        'logits_soft_cap',
+        'rope_scale',
+        'rope_theta',
+        'prefix_len_ptr',
+        'token_pos_in_items_ptr',
+        'token_pos_in_items_len',
+        'max_item_len_ptr',
+        'fixed_split_size',
+        'disable_split_kv',
+        'v_indptr',
+        'o_indptr',
+    )
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = 'NONE',
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = 'float16',
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+    ) -> None:
+        """Prepare for `run` on a batch.
+
+        Args:
+            qo_indptr: int32 `(requests + 1,)`; `kv_indptr` likewise.
+            sm_scale: Factor of the scores; None: `head_dim_qk**-0.5`.
+            window_left: Earlier keys that a query sees; -1: all.
+        """
+        starts, key_starts = qo_indptr.cpu(), kv_indptr.cpu()
+        self._qo_indptr_last = int(starts[-1])
+        self._cached_q_data_type = _dtype(q_data_type)
+        self._cached_kv_data_type = _dtype(kv_data_type or q_data_type)
+        self._cached_o_data_type = _dtype(o_data_type or q_data_type)
+        self._num_qo_heads, self._num_kv_heads = num_qo_heads, num_kv_heads
+        self._causal, self._window_left, self._sm_scale = causal, window_left, sm_scale
+        assert self._pin_memory_int_workspace_buffer is not None
+        self._plan_info = _Module('fa3').plan(
+            self._float_workspace_buffer,
+            self._int_workspace_buffer,
+            self._pin_memory_int_workspace_buffer,
+            starts,
+            key_starts,
+            key_starts.diff(),
+            self._qo_indptr_last,
+            len(starts) - 1,
+            num_qo_heads,
+            num_kv_heads,
+            1,
+            False,
+            head_dim_qk,
+            head_dim_vo or head_dim_qk,
+            causal,
+            window_left,
+        )
+
+    @stands_in('q_scale', 'k_scale', 'v_scale', 'o_scale', 'kv_cache_sf')
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: PagedCache | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention as planned; arguments and result as of the wrapper for pages.
+
+        Args:
+            k: `(keys, kv_heads, dim)`; `v` likewise.
+        """
+        require(not args, 'further arguments are for custom kernels')
+        require(self._plan_info is not None, 'no plan is made')
+        assert self._plan_info is not None
+        rows = self._qo_indptr_last
+        require(q.dtype == self._cached_q_data_type, f'queries of {q.dtype} are not planned')
+        require(len(q) == rows, f'{len(q)} queries, where {rows} are planned')
+        require(q.shape[1] == self._num_qo_heads, f'{q.shape[1]} heads are not planned')
+        for part in (k, v):
+            require(
+                part.dtype == self._cached_kv_data_type, f'keys of {part.dtype} are not planned'
+            )
+            require(part.shape[:2] == (len(k), self._num_kv_heads), f'keys {tuple(part.shape)}')
+            require(all(stride % 8 == 0 for stride in part.stride()[:2]), 'TMA takes 16 bytes')
+        for part in (q, k, v):
+            require(part.stride(-1) == 1, 'elements of a head must be contiguous')
+        shape = (*q.shape[:2], v.shape[-1])
+        out = q.new_zeros(shape, dtype=self._cached_o_data_type) if out is None else out
+        require(out.shape == shape, f'out is {tuple(out.shape)}, not {shape}')
+        require(out.dtype == self._cached_o_data_type, f'out of {out.dtype} is not planned')
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
+        require_like(lse, 'lse', (rows, q.shape[1]), torch.float32)
+        group = self._num_qo_heads // self._num_kv_heads
+
+        def keys_of(work: works.Work, head: int) -> tuple[Tensor, Tensor]:
+            end = work.page_start + work.keys
+            if end > len(k):
+                raise IndexError(f'{work} of {len(k)} keys')
+            tile = slice(work.page_start, work.page_start + math.ceil(work.keys / 128) * 128)
+            behind = torch.zeros_like(v[tile, head // group])
+            behind[work.keys :] = v[tile, head // group][work.keys :]
+            poison = 0 * behind.float().sum(0)
+            keys, values = (part[work.page_start : end, head // group].float() for part in (k, v))
+            return keys.unsqueeze(1), (values + poison).unsqueeze(1)
+
+        _work(self._int_workspace_buffer, self._plan_info, keys_of, self._attend, q, out, lse)
+        use_as_scratch(self._float_workspace_buffer)
+        return (out, lse) if return_lse else out
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return _attention(q, keys, values, self._sm_scale, self._causal, self._window_left)
+
+
+def _attention(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float | None, causal: bool, window_left: int
+) -> tuple[Tensor, Tensor]:
+    """Output, and log-sum-exp to base 2."""
+    output, lse = attend(
+        q.float(),
+        keys,
+        values,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        causal=causal,
+        window=(window_left, -1),
+    )
+    return output, base_2(lse)
+
+
+def _work(
+    workspace: Tensor,
+    plan: list[int],
+    keys_of: Callable[[works.Work, int], tuple[Tensor, Tensor]],
+    attend_to: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Work through a list, as the kernel of fa3 does.
+
+    Args:
+        keys_of: Keys and values of a work's request for a query head, float32 `(keys, 1, dim)`.
+        attend_to: Attention of queries on them, and its log-sum-exp.
+        out: `(rows, heads, dim)`, written where there is a work; `lse` likewise.
+    """
+    require(len(plan) == 9, f'a plan of {len(plan)} numbers')
+    require(out.stride(-1) == 1, 'elements of a head must be contiguous')
+    num_rows, num_heads = q.shape[:2]
+    tile = works.tile_size(out.shape[-1])
+    written = torch.zeros(num_rows, num_heads, dtype=torch.bool)
+    for work in works.read(workspace, plan, ctas=_multiprocessors()):
+        first, last = work.query_start, work.query_start + work.queries
+        if not (0 <= first <= last <= num_rows and work.tile >= 0 <= work.page_start):
+            raise IndexError(f'{work} for {num_rows} rows')
+        part = work.rows(tile)
+        rows = slice(first + part.start, first + part.stop)
+        for head in range(num_heads) if plan[8] else (work.head,):
+            if not 0 <= head < num_heads:
+                raise IndexError(f'{work} for {num_heads} heads')
+            if written[rows, head].any():
+                raise ValueError(f'{work} is of rows that another work writes')
+            written[rows, head] = True
+            keys, values = keys_of(work, head)
+            result, result_lse = attend_to(q[first:last, head : head + 1], keys, values)
+            out[rows, head] = result[part, 0].to(out.dtype)
+            lse[rows, head] = result_lse[part, 0]
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:

@@ -53,7 +53,7 @@ def xqa(
             `(requests, 1, q_seq_len, heads, dim)`.
         k_cache: `(pages, page_size, kv_heads, dim)` in NHD.
         page_table: int32 `(requests, pages of a request)`; -1 where a length needs none.
-        seq_lens: uint32 `(requests, 1)`. A request of length 0 gets NaN.
+        seq_lens: uint32 `(requests, 1)`. A request of length 0 gets NaN without sinks, else zeros.
         output: As `q`.
         semaphores: uint32, all zero before and after.
         sinks: float32, one a head, `(kv_heads, heads / kv_heads)`.
@@ -92,7 +92,7 @@ def xqa(
     require(cache[0].stride() == cache[1].stride(), 'keys and values must have the same strides')
 
     queries = q.reshape(num_requests, q_seq_len, num_heads, dim).float()
-    results = torch.full_like(queries, math.nan)
+    results = torch.full_like(queries, math.nan if sinks is None else 0)
     visible = _visible(mask, num_requests, q_seq_len)
     scale = float(q_scale) * float(kv_scale) * dim**-0.5
     for request, length in enumerate(seq_lens.flatten().tolist()):
