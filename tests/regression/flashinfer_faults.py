@@ -27,6 +27,7 @@ _derive_fa3 = kernels.Fa3.derive
 _derive_pages = step.PageTable.derive
 _decode_lengths = kernels.Xqa._lengths_of
 _derive_works = step.PrefillSchedule.derive
+_check_fa3 = kernels.Fa3._check
 
 
 def _replaced(owner: Any, name: str, method: Any) -> AbstractContextManager[Any]:
@@ -178,6 +179,23 @@ def decode_length_off_by_one(model: Model) -> Iterator[None]:
 
 
 @contextmanager
+def _works_derived(derive: Callable[..., None]) -> Iterator[None]:
+    """Work lists are made otherwise, but for those by which fa3 is checked when the engine is built."""
+    checking = [False]
+
+    def check(self: Any, *args: Any) -> None:
+        checking[0] = True
+        _check_fa3(self, *args)
+        checking[0] = False
+
+    def either(*args: Any) -> None:
+        (_derive_works if checking[0] else derive)(*args)
+
+    with _replaced(kernels.Fa3, '_check', check), _replaced(step.PrefillSchedule, 'derive', either):
+        yield
+
+
+@contextmanager
 def prefill_length_off_by_one(model: Model) -> Iterator[None]:
     """A prefill request does not see its newest token."""
     del model
@@ -185,7 +203,7 @@ def prefill_length_off_by_one(model: Model) -> Iterator[None]:
     def derive(self: Any, shape: Any, starts: Any, query_lengths: Any, kv_lengths: Any) -> None:
         _derive_works(self, shape, starts, query_lengths, kv_lengths - 1)
 
-    with _replaced(step.PrefillSchedule, 'derive', derive):
+    with _works_derived(derive):
         yield
 
 
@@ -266,10 +284,7 @@ def cached_keys_forgotten(model: Model) -> Iterator[None]:
         self._num_new = int(context._cpu_mha_cu_query_seq_lengths[shape.num_requests])
         self._shape = replace(shape, is_fresh=shape.has_prefill)
 
-    with (
-        _replaced(step.PrefillSchedule, 'derive', derive),
-        _replaced(FlashInferAttention, 'plan_step', plan),
-    ):
+    with _works_derived(derive), _replaced(FlashInferAttention, 'plan_step', plan):
         yield
 
 
@@ -282,7 +297,7 @@ def padding_left_out(model: Model) -> Iterator[None]:
         shape = replace(shape, num_tokens=int(starts[shape.num_requests]))
         _derive_works(self, shape, starts, *args)
 
-    with _replaced(step.PrefillSchedule, 'derive', derive):
+    with _works_derived(derive):
         yield
 
 

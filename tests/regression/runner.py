@@ -105,7 +105,7 @@ def _run(
     tiny_engine.join_ranks(rank, ranks, out / store)
     scenario.prepare(where)
     for task in work:
-        tiny_engine.divide_model(task.scenario.stages)
+        tiny_engine.divide_model(min(task.scenario.stages, ranks))
         start = time.monotonic()
         outcome = scenario.run(task.scenario, where, task.fault)
         outcome.seconds = time.monotonic() - start

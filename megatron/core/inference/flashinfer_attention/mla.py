@@ -129,13 +129,13 @@ class Mla(HostPlanned, DecodeKernel, PrefillKernel):
 
 
 class MlaFa3(Mla):
-    """On Hopper. Not run."""
+    """On Hopper."""
 
     KERNEL = FlashInferKernel.FA3
 
 
 class MlaFa2(Mla):
-    """On any GPU. Not run."""
+    """On any GPU. Run on SM 9.0 alone."""
 
     KERNEL = FlashInferKernel.FA2
 
