@@ -89,13 +89,16 @@ def seed() -> None:
     torch.manual_seed(1)
 
 
-def build_engine(shape: Shape, graphs: bool, drafts: int = 0, **inference: Any) -> Any:
+def build_engine(
+    shape: Shape, graphs: bool, drafts: int = 0, scope: str = "layer", **inference: Any
+) -> Any:
     """An engine on a new model in bf16, split over ranks as `partitioned` says.
 
     Args:
         shape: The model's.
         graphs: Capture and replay CUDA graphs.
         drafts: Speculative tokens, each by a layer of multi-token prediction.
+        scope: What a graph holds, a `layer` or the whole `block` of them.
         inference: Fields of `InferenceConfig` to add or change.
     """
     import torch
@@ -133,6 +136,7 @@ def build_engine(shape: Shape, graphs: bool, drafts: int = 0, **inference: Any) 
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         inference_rng_tracker=True,
         cuda_graph_impl="local" if graphs else "none",
+        inference_cuda_graph_scope=scope if graphs else "none",
     )
     layer = get_gpt_layer_local_spec()
     model = GPTModel(

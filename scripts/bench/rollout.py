@@ -152,6 +152,7 @@ def worker(shape: str, variant: str, out: Path) -> None:
         engine = model.build_engine(
             model.SHAPES[shape],
             True,
+            scope="block",
             kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
             **INFERENCE,
             **VARIANTS[variant],
@@ -259,7 +260,7 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             *environment.table(list(where), [list(where.values())]),
             "",
-            f"{result['shape']} shape in bf16 with random weights, CUDA graphs, prefix caching, recompute"
+            f"{result['shape']} shape in bf16 with random weights, CUDA graphs of all layers, prefix caching, recompute"
             " mode. ",
             f"{PROMPTS} prompts with {SAMPLES} samples each, lengths of answers drawn from a log-normal"
             f" distribution (median",
