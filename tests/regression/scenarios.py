@@ -317,9 +317,11 @@ def _more() -> list[Scenario]:
     learner = {**gqa, **windows, **sinks, 'hidden_dropout': 0.0, 'attention_dropout': 0.0}
     trained: Any = {'trained': True, 'expects': ('suspensions',)}
     speculation = SCENARIOS['speculation-blocks-16']
+    chunked = SCENARIOS['window-sinks-chunked']
     return [
         Scenario('fp16', {**gqa, **windows, **sinks, 'dtype': 'float16'}),
         Scenario('head-dim-256', {**gqa, 'kv_channels': 256}),
+        replace(chunked, name='head-dim-96-chunked', model={**chunked.model, 'kv_channels': 96}),
         Scenario(
             'gate-and-layer-without-rope',
             {**gqa, 'attention_output_gate': True, 'no_rope_freq': [0, 1]},
@@ -515,6 +517,7 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
         ('trained-persist', 'auto', 'layer'),
         ('window-sinks-chunked', 'auto', 'block'),
         ('window-sinks-chunked', 'fa2', 'layer'),
+        ('head-dim-96-chunked', 'auto', 'block'),
         ('suspend-recompute', 'auto', 'block'),
         ('hybrid', 'auto', 'layer'),
         ('tp2-gqa', 'auto', 'block'),

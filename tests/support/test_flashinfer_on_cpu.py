@@ -639,6 +639,79 @@ def test_ragged_refuses_what_is_not_planned() -> None:
         wrapper.run(query, keys[:-1], values[:-1])
 
 
+def fmha_v2_arguments(batch: Batch, window: int = -1) -> dict[str, Any]:
+    """A right call; values lie behind keys as in a cache of three layers, of which this is the second."""
+    cache = torch.full((2, 3, *batch.cache[0].shape), math.nan, dtype=batch.query.dtype)
+    for part, found in zip(cache, batch.cache, strict=True):
+        part[1] = found
+    pages = batch.table.clamp(min=0)
+    return {
+        'qkv': (batch.query, (cache[0, 1], cache[1, 1])),
+        'input_layout': 'Q_PAGED_KV_NHD',
+        'workspace_buffer': torch.zeros(64, dtype=torch.uint8),
+        'seq_lens': batch.lengths,
+        'max_q_len': len(batch.query),
+        'max_kv_len': len(batch.query),
+        'bmm1_scale': SCALE,
+        'bmm2_scale': 1.0,
+        'batch_size': len(batch.lengths),
+        'cum_seq_lens_q': batch.starts,
+        'cum_seq_lens_kv': torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).int(),
+        'block_tables': torch.stack((pages, pages + 3 * PAGES), dim=1),
+        'out': torch.full_like(batch.query, 7),
+        'mask_mode': 'causal' if window < 0 else 'sliding_window',
+        'window_left': window,
+    }
+
+
+@pytest.mark.parametrize('window', [-1, 0, 20])
+@pytest.mark.parametrize('sinks', [None, torch.tensor([0.5, -1.0, 2.0, 5.0])])
+def test_fmha_v2_is_the_reference(window: int, sinks: Tensor | None) -> None:
+    batch = Batch([(150, 150), (3, 100), (20, 20)])
+    call = fmha_v2_arguments(batch, window)
+    output = kernel('prefill.trtllm_fmha_v2_prefill')(**call, sinks=sinks)
+    wanted, lse = batch.wanted(window)
+    assert output is call['out']
+    assert_close(output, wanted if sinks is None else with_sinks(wanted, lse, sinks))
+
+
+def test_fmha_v2_leaves_other_rows_alone() -> None:
+    batch = Batch([(150, 150), (3, 100), (20, 20)])
+    call = fmha_v2_arguments(batch)
+    call['cum_seq_lens_q'] = batch.starts.clamp(min=150)
+    output = kernel('prefill.trtllm_fmha_v2_prefill')(**call)
+    assert torch.equal(output[:150], torch.full_like(output[:150], 7))
+    assert_close(output[150:], batch.wanted()[0][150:])
+
+
+@pytest.mark.parametrize(
+    'change, match',
+    [
+        ({'max_q_len': 149}, 'more than max_q_len'),
+        ({'max_kv_len': 1}, 'more queries than keys'),
+        ({'mask_mode': 'sliding_window'}, 'mask sliding'),
+        ({'block_tables': torch.zeros(3, 12, dtype=torch.int32)}, 'block_tables is'),
+        ({'sinks': torch.zeros(2, 2)}, 'sinks is'),
+        ({'seq_lens': torch.tensor([150, 101, 20], dtype=torch.int32)}, 'lengths do not fit'),
+    ],
+)
+def test_fmha_v2_refuses_what_the_kernel_would_read_wrongly(
+    change: dict[str, Any], match: str
+) -> None:
+    call = fmha_v2_arguments(Batch([(150, 150), (3, 100), (20, 20)]))
+    with pytest.raises(ValueError, match=match):
+        kernel('prefill.trtllm_fmha_v2_prefill')(**{**call, **change})
+
+
+def test_fmha_v2_takes_rows_for_equally_long_if_they_could_be() -> None:
+    batch = Batch([(30, 30), (30, 30)])
+    call = {**fmha_v2_arguments(batch), 'max_q_len': 30}
+    assert_close(kernel('prefill.trtllm_fmha_v2_prefill')(**call), batch.wanted()[0])
+    call['cum_seq_lens_q'] = batch.starts.clamp(min=5)
+    with pytest.raises(ValueError, match='equally long'):
+        kernel('prefill.trtllm_fmha_v2_prefill')(**call)
+
+
 def test_page_ids_may_be_a_table_of_any_shape(planned: tuple[Any, Batch]) -> None:
     wrapper, batch = planned
     wrapper._paged_kv_indices_buf = batch.table

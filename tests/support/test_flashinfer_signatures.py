@@ -25,6 +25,7 @@ NAMES = [
         for method in ('__init__', 'plan', 'run')
     ),
     'prefill.trtllm_batch_context_with_kv_cache',
+    'prefill.trtllm_fmha_v2_prefill',
     'decode.trtllm_batch_decode_with_kv_cache',
 ]
 # 0.7 takes the same calls by other signatures: all of `plan` and `run` may be left out there.

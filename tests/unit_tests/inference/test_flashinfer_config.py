@@ -32,7 +32,7 @@ def test_inference_attention_backend_takes_members_and_names(given, expected):
 
 
 @pytest.mark.parametrize(
-    "kernel", ["auto", "xqa", "fa3", "fa2", "trtllm-gen", FlashInferKernel.TRTLLM_GEN]
+    "kernel", ["auto", "xqa", "fa3", "fa2", "fmha-v2", "trtllm-gen", FlashInferKernel.TRTLLM_GEN]
 )
 def test_flashinfer_kernel_takes_members_and_names(kernel):
     config = InferenceConfig(flashinfer_kernel=kernel)

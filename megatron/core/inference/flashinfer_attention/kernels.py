@@ -652,6 +652,98 @@ class Fa2(_Wrapped, HostPlanned, DecodeKernel):
         self.prefill(call)
 
 
+class _PrefillRows:
+    """Starts of all rows, decode rows emptied, for kernels that take such and plan nothing."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._first_token = torch.zeros(1, dtype=torch.int32, device=setup.device)
+        self.query_starts = torch.zeros_like(setup.books.query_starts)
+        self.kv_starts = torch.zeros_like(setup.books.query_starts)
+
+    def derive(self, shape: StepShape) -> None:
+        """Derive them for a step."""
+        books = self._setup.books
+        first_token = shape.num_decode * self._setup.tokens_per_decode
+        self._first_token.fill_(first_token)
+        # Before the first step there is no request, whatever the bookkeeping says.
+        end = shape.num_tokens if shape.num_requests else 0
+        torch.clamp(books.query_starts, min=first_token, max=end, out=self.query_starts)
+        torch.cumsum(books.kv_lengths, 0, dtype=torch.int32, out=self.kv_starts[1:])
+
+    def clear(self, output: Tensor) -> None:
+        """Zero what is no decode's, since padding tokens are of no row."""
+        token = torch.arange(output.size(0), device=output.device)
+        output.masked_fill_((token >= self._first_token).view(-1, 1, 1), 0)
+
+
+class FmhaV2(PrefillKernel):
+    """Prefill on Hopper with no plan, for head dims that fa3 does not take. Not run in an engine.
+
+    Its grid is as large as if every row had the most tokens, which in graphs of many rows costs.
+    """
+
+    WORKSPACE_BYTES = MIB  # for a counter
+
+    def __init__(self, setup: Setup) -> None:
+        from flashinfer.prefill import trtllm_fmha_v2_prefill  # type: ignore
+
+        self._prefill = trtllm_fmha_v2_prefill
+        self._setup = setup
+        page_size = setup.problem.page_size(FlashInferKernel.FMHA_V2)
+        assert page_size is not None
+        self._page_size = page_size
+        self._pages = PageTable(
+            setup.max_requests,
+            setup.max_kv_blocks,
+            setup.problem.block_size_tokens // page_size,
+            setup.device,
+        )
+        self._rows = _PrefillRows(setup)
+        self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
+
+    def derive(self, shape: StepShape) -> None:
+        """Derive the starts."""
+        self._rows.derive(shape)
+
+    def begin(self, shape: StepShape) -> None:
+        """Derive the page table."""
+        self._pages.derive(shape.padded_requests, self._setup.books.block_table)
+
+    def prefill(self, call: Call) -> None:
+        """See base class."""
+        rows, window = call.shape.padded_requests, call.layer.window_left
+        keys, values = (
+            _in_pages(cache, self._page_size) for cache in (call.key_cache, call.value_cache)
+        )
+        page_bytes = keys[0].numel() * keys.element_size()
+        # Values are looked for in pages from where keys start.
+        values_at = (values.data_ptr() - keys.data_ptr()) // page_bytes
+        pages = self._pages.table[:rows]
+        self._rows.clear(call.output)
+        # FlashInfer takes all rows for equally long where the most tokens of one, times the rows,
+        # are the tokens there are.
+        most = call.shape.num_tokens
+        self._prefill(
+            (call.query, (keys, values)),
+            "Q_PAGED_KV_NHD",
+            self._workspace,
+            seq_lens=self._setup.books.kv_lengths[:rows],
+            max_q_len=most,
+            max_kv_len=max(most, self._setup.max_kv_blocks * self._setup.problem.block_size_tokens),
+            bmm1_scale=call.layer.softmax_scale,
+            bmm2_scale=1.0,
+            batch_size=rows,
+            cum_seq_lens_q=self._rows.query_starts[: rows + 1],
+            cum_seq_lens_kv=self._rows.kv_starts[: rows + 1],
+            block_tables=torch.stack((pages, pages + values_at), dim=1),
+            out=call.output,
+            sinks=None if call.sinks is None else call.sinks.float(),
+            mask_mode="causal" if window < 0 else "sliding_window",
+            window_left=window,
+        )
+
+
 class TrtllmGen(DecodeKernel, PrefillKernel):
     """Both phases on SM 10.x with no plan. Not run: no such GPU was at hand."""
 
@@ -674,19 +766,13 @@ class TrtllmGen(DecodeKernel, PrefillKernel):
             setup.device,
         )
         self._lengths = torch.zeros_like(setup.books.kv_lengths)
-        self._first_token = torch.zeros(1, dtype=torch.int32, device=setup.device)
-        self._query_starts = torch.zeros_like(setup.books.query_starts)
-        self._kv_starts = torch.zeros_like(setup.books.query_starts)
+        self._rows = _PrefillRows(setup)
         self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
 
     def derive(self, shape: StepShape) -> None:
-        """Derive lengths of decodes, and the starts of queries with decode rows emptied."""
-        books = self._setup.books
-        _take_decodes(self._lengths, books.kv_lengths, shape)
-        first_token = shape.num_decode * self._setup.tokens_per_decode
-        self._first_token.fill_(first_token)
-        torch.clamp(books.query_starts, min=first_token, out=self._query_starts)
-        torch.cumsum(books.kv_lengths, 0, dtype=torch.int32, out=self._kv_starts[1:])
+        """Derive lengths of decodes, and the starts."""
+        _take_decodes(self._lengths, self._setup.books.kv_lengths, shape)
+        self._rows.derive(shape)
 
     def begin(self, shape: StepShape) -> None:
         """Derive the page table."""
@@ -727,17 +813,15 @@ class TrtllmGen(DecodeKernel, PrefillKernel):
     def prefill(self, call: Call) -> None:
         """See base class."""
         rows = call.shape.padded_requests
-        # No row holds the padding tokens.
-        token = torch.arange(call.output.size(0), device=call.output.device)
-        call.output.masked_fill_((token >= self._first_token).view(-1, 1, 1), 0)
+        self._rows.clear(call.output)
         self._prefill(
             call.query,
             seq_lens=self._setup.books.kv_lengths[:rows],
             max_q_len=call.shape.num_tokens,
             max_kv_len=self._setup.max_kv_blocks * self._setup.problem.block_size_tokens,
             batch_size=rows,
-            cum_seq_lens_q=self._query_starts[: rows + 1],
-            cum_seq_lens_kv=self._kv_starts[: rows + 1],
+            cum_seq_lens_q=self._rows.query_starts[: rows + 1],
+            cum_seq_lens_kv=self._rows.kv_starts[: rows + 1],
             out=call.output,
             **self._arguments(call, rows),
         )
@@ -747,5 +831,6 @@ KERNELS: Dict[FlashInferKernel, Any] = {
     FlashInferKernel.XQA: Xqa,
     FlashInferKernel.FA3: Fa3,
     FlashInferKernel.FA2: Fa2,
+    FlashInferKernel.FMHA_V2: FmhaV2,
     FlashInferKernel.TRTLLM_GEN: TrtllmGen,
 }

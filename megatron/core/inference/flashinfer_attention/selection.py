@@ -16,6 +16,7 @@ MIN_FLASHINFER_VERSION = "0.6.18"
 XQA = FlashInferKernel.XQA
 FA3 = FlashInferKernel.FA3
 FA2 = FlashInferKernel.FA2
+FMHA_V2 = FlashInferKernel.FMHA_V2
 TRTLLM_GEN = FlashInferKernel.TRTLLM_GEN
 
 
@@ -31,7 +32,7 @@ class Phases:
 # and were not run.
 PREFERENCE: Dict[int, Phases] = {
     8: Phases(decode=(FA2,), prefill=(FA2,)),
-    9: Phases(decode=(XQA, FA2), prefill=(FA3, FA2)),
+    9: Phases(decode=(XQA, FA2), prefill=(FA3, FA2, FMHA_V2)),
     10: Phases(decode=(TRTLLM_GEN, FA2), prefill=(TRTLLM_GEN, FA2)),
     12: Phases(decode=(FA2,), prefill=(FA2,)),
 }
@@ -56,6 +57,7 @@ class Limits:
             which are contiguous in NHD only. None: a page is a block, whatever its size and layout.
         latent_dim: As of a problem.
         query_heads: Counts of query heads; None: any.
+        dtypes: Of all that it reads and writes.
     """
 
     majors: Tuple[int, ...]
@@ -64,16 +66,27 @@ class Limits:
     page_sizes: Optional[Tuple[int, ...]] = None
     latent_dim: Optional[int] = None
     query_heads: Optional[Tuple[int, ...]] = None
+    dtypes: Tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
 
 LIMITS: Dict[FlashInferKernel, Limits] = {
     # Ratios beyond 16 are not tested by FlashInfer, and 32 does not compile at head dim 256. Pages
     # of 16 tokens cost more than larger ones.
     XQA: Limits(
-        majors=(9,), head_dims=tuple(range(16, 257, 16)), max_ratio=16, page_sizes=(64, 128, 32, 16)
+        majors=(9,),
+        head_dims=(64, 80, 96, 128, 192, 256),
+        max_ratio=16,
+        page_sizes=(64, 128, 32, 16),
     ),
     FA3: Limits(majors=(9,), head_dims=(64, 128, 256)),
     FA2: Limits(majors=(8, 9, 10, 12), head_dims=(64, 128, 256)),
+    # In fp16 it also sums up in fp16, which is less exact than the others are.
+    FMHA_V2: Limits(
+        majors=(9,),
+        head_dims=(64, 80, 96, 128, 192, 256),
+        page_sizes=(128, 64, 32, 16),
+        dtypes=(torch.bfloat16,),
+    ),
     TRTLLM_GEN: Limits(majors=(10,), head_dims=(64, 128, 256), page_sizes=(64, 32, 16)),
 }
 # A tile is 64 or 128 pairs of query and head. Where one ends between two heads of a query, its
@@ -164,6 +177,8 @@ def why_not(kernel: FlashInferKernel, problem: AttentionProblem) -> Optional[str
         return f"is not built for SM {major}.{minor}"
     if problem.head_dim not in limits.head_dims or problem.latent_dim != limits.latent_dim:
         return f"does not take {problem.dims}"
+    if problem.dtype not in limits.dtypes:
+        return f"does not take {problem.dtype}"
     if limits.query_heads is not None and problem.num_query_heads not in limits.query_heads:
         return f"does not take {problem.num_query_heads} query heads"
     if limits.max_ratio is not None and problem.ratio > limits.max_ratio:
@@ -229,7 +244,7 @@ def select(
 # Phases that a kernel can be pinned for.
 SERVES: Dict[str, Tuple[FlashInferKernel, ...]] = {
     "decode": (XQA, FA2, TRTLLM_GEN),
-    "prefill": (FA3, FA2, TRTLLM_GEN),
+    "prefill": (FA3, FA2, FMHA_V2, TRTLLM_GEN),
 }
 
 

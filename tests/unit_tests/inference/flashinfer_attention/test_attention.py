@@ -57,6 +57,42 @@ class TestShapes:
         batch.check(batch.run(batch.attention(kernel), layer=2), layer=2)
 
 
+@pytest.mark.parametrize("head_dim", [80, 96, 192])
+class TestOtherHeadDims:
+    """Those that fa2 and fa3 do not take."""
+
+    @pytest.fixture(autouse=True)
+    def hopper(self):
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("only for Hopper does FlashInfer have kernels for them")
+
+    def test_mixed_and_padded(self, head_dim):
+        batch = Batch(EDGES, SHORT, dims=(700, 12, 17), head_dim=head_dim)
+        batch.check(batch.run(batch.attention(), layer=2), layer=2)
+
+    def test_alone(self, head_dim):
+        for decode, prefill in ((EDGES, []), ([], SHORT), ([], FRESH), ([], [(300, 300)])):
+            batch = Batch(decode, prefill, head_dim=head_dim)
+            batch.check(batch.run(batch.attention()))
+
+    def test_graph(self, head_dim):
+        """Prefills in decode slots, and decodes in prefill slots."""
+        for decode, prefill, dims in (
+            ([70, 300, 9], [(40, 40), (3, 500), (200, 200)], (384, 3, 5)),
+            ([70, 300, 9, 10, 11], [(40, 40)], (64, 4, 2)),
+        ):
+            batch = Batch(decode, prefill, dims=dims, graph=True, head_dim=head_dim)
+            batch.check(batch.run(batch.attention()))
+
+    def test_windows_and_sinks(self, head_dim):
+        options = dict(window_size=(64, 0), window_attn_skip_freq=[1, 0], head_dim=head_dim)
+        batch = Batch(EDGES, SHORT, dims=(700, 12, 17), **options)
+        attention = batch.attention()
+        sinks = torch.linspace(-1, 4, 8, device=DEVICE).to(batch.dtype)
+        batch.check(batch.run(attention, 1, sinks), layer=1, window=64, sinks=sinks)
+        batch.check(batch.run(attention, 2, sinks), layer=2, sinks=sinks)
+
+
 class TestPadding:
     @pytest.mark.parametrize("graph", [False, True])
     @pytest.mark.parametrize("tokens", [1, 3])

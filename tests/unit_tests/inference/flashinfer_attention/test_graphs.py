@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("flashinfer")
 
-from megatron.core.inference.flashinfer_attention.kernels import Fa2, Fa3, TrtllmGen, Xqa
+from megatron.core.inference.flashinfer_attention.kernels import Fa2, Fa3, FmhaV2, TrtllmGen, Xqa
 
 from .batch import DEVICE, HAVE_GPU, NAN, Batch
 
@@ -27,7 +27,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=["auto", "fa2"])
+@pytest.fixture(params=["auto", "fa2", "fmha-v2"])
 def kernel(request):
     """A kernel to pin."""
     return request.param
@@ -103,15 +103,16 @@ class Steps:
         if HAVE_GPU:
             torch.cuda.synchronize()  # pinned memory may still be on its way
         for kernel in self.attention._kernels.values():
-            if isinstance(kernel, (Xqa, TrtllmGen)):
+            if isinstance(kernel, (Xqa, FmhaV2, TrtllmGen)):
                 numbers(kernel._pages.table)
+            if isinstance(kernel, (Xqa, TrtllmGen)):
                 numbers(kernel._lengths)
             if isinstance(kernel, Xqa):
                 kernel._scratch.fill_(0xFF)
-            if isinstance(kernel, TrtllmGen):
-                numbers(kernel._first_token)
-                numbers(kernel._query_starts)
-                numbers(kernel._kv_starts[1:])
+            if isinstance(kernel, (FmhaV2, TrtllmGen)):
+                numbers(kernel._rows._first_token)
+                numbers(kernel._rows.query_starts)
+                numbers(kernel._rows.kv_starts[1:])
             if isinstance(kernel, Fa3):
                 numbers(kernel._schedule.works)
             if isinstance(kernel, Fa2):

@@ -18,11 +18,12 @@ from megatron.core.inference.flashinfer_attention.selection import (
     why_not,
 )
 
-AUTO, XQA, FA3, FA2, TRTLLM_GEN = (
+AUTO, XQA, FA3, FA2, FMHA_V2, TRTLLM_GEN = (
     FlashInferKernel.AUTO,
     FlashInferKernel.XQA,
     FlashInferKernel.FA3,
     FlashInferKernel.FA2,
+    FlashInferKernel.FMHA_V2,
     FlashInferKernel.TRTLLM_GEN,
 )
 HND = KVCacheLayout.HND
@@ -102,6 +103,7 @@ class TestPins:
         [
             ((9, 0), XQA, XQA, FA3),
             ((9, 0), FA3, XQA, FA3),
+            ((9, 0), FMHA_V2, XQA, FMHA_V2),
             ((9, 0), FA2, FA2, FA2),
             ((10, 0), TRTLLM_GEN, TRTLLM_GEN, TRTLLM_GEN),
             ((10, 3), FA2, FA2, FA2),
@@ -125,6 +127,7 @@ class TestPins:
             (XQA, "decode", (10, 0)),
             (XQA, "decode", (12, 0)),
             (FA3, "prefill", (8, 9)),
+            (FMHA_V2, "prefill", (12, 0)),
             (FA3, "prefill", (10, 3)),
             (FA3, "prefill", (12, 0)),
             (TRTLLM_GEN, "decode", (8, 6)),
@@ -138,6 +141,12 @@ class TestPins:
         assert refusal(capability, pinned=pinned) == (
             f"FlashInfer has no kernel for {phase} here, as {pinned.value} is not built for "
             f"SM {major}.{minor}: set another flashinfer_kernel."
+        )
+
+    def test_layout_rules_pinned_fmha_v2_out(self):
+        assert refusal(pinned=FMHA_V2, layout=HND) == (
+            "FlashInfer has no kernel for prefill here, as fmha-v2 cannot cut blocks of layout HND "
+            "into pages: set another flashinfer_kernel."
         )
 
     @pytest.mark.parametrize("capability, pinned", [((9, 0), XQA), ((10, 0), TRTLLM_GEN)])
@@ -184,11 +193,26 @@ class TestHeadDims:
         assert chosen((10, 0), head_dim=head_dim) == (TRTLLM_GEN, TRTLLM_GEN, ())
         assert chosen((8, 0), head_dim=head_dim) == (FA2, FA2, ())
 
-    @pytest.mark.parametrize("head_dim", [32, 80, 96, 192])
-    def test_prefill_rules_out_what_xqa_would_take(self, head_dim):
-        assert why_not(XQA, problem(head_dim=head_dim)) is None
-        assert refusal(head_dim=head_dim) == (
+    @pytest.mark.parametrize("head_dim", [80, 96, 192])
+    def test_hopper_has_another_kernel(self, head_dim):
+        assert chosen(head_dim=head_dim) == (
+            XQA,
+            FMHA_V2,
+            (f"fa3 does not take head dim {head_dim}", f"fa2 does not take head dim {head_dim}"),
+        )
+
+    @pytest.mark.parametrize("head_dim", [80, 96, 192])
+    def test_but_not_in_fp16(self, head_dim):
+        assert refusal(head_dim=head_dim, dtype=torch.float16) == (
             f"FlashInfer has no kernel for prefill here, as fa3 does not take head dim {head_dim}, "
+            f"and fa2 does not take head dim {head_dim}, and fmha-v2 does not take torch.float16: "
+            "set inference_attention_backend to flash."
+        )
+
+    @pytest.mark.parametrize("head_dim", [32, 72, 112, 160, 512])
+    def test_other(self, head_dim):
+        assert refusal(head_dim=head_dim) == (
+            f"FlashInfer has no kernel for decode here, as xqa does not take head dim {head_dim}, "
             f"and fa2 does not take head dim {head_dim}: "
             "set inference_attention_backend to flash."
         )

@@ -20,6 +20,7 @@ from flashinfer_on_cpu.paged import (
     require,
     require_like,
     use_as_scratch,
+    with_sinks,
 )
 from reference_attention import attend
 
@@ -760,3 +761,100 @@ def trtllm_batch_context_with_kv_cache(
         counters=multi_ctas_kv_counter_buffer,
         causal=causal,
     )
+
+
+@stands_in(
+    'out_dtype',
+    'pos_encoding_mode',
+    'logits_soft_cap_scale',
+    'chunked_attention_size',
+    'save_softmax_stats',
+    'skip_softmax_threshold_scale_factor',
+)
+def trtllm_fmha_v2_prefill(
+    qkv: Tensor | tuple[Tensor, Any],
+    input_layout: str,
+    workspace_buffer: Tensor,
+    seq_lens: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    batch_size: int,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
+    block_tables: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    sinks: Tensor | None = None,
+    pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None,
+    mask_mode: str = 'causal',
+    window_left: int = -1,
+    chunked_attention_size: int = 0,
+    save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float = 0,
+) -> Tensor:
+    """Attention of packed queries on pages of keys and values that are apart, on Hopper.
+
+    Args:
+        qkv: Queries `(tokens, heads, dim)`, and keys and values, each `(pages, page_size, kv_heads,
+            dim)`, values behind keys.
+        seq_lens: Keys of each request, int32 `(batch_size,)`.
+        max_q_len: At least the queries of each request. If it is the mean, all have so many.
+        cum_seq_lens_q: int32 `(batch_size + 1,)`; `cum_seq_lens_kv` likewise. Rows of no request
+            stay as they are.
+        block_tables: Pages of keys and of values, int32 `(batch_size, 2, pages)`, both counted from
+            where keys start.
+        sinks: float32 `(heads,)`.
+        window_left: With `mask_mode` `sliding_window`, earlier keys that a query sees.
+    """
+    require(torch.cuda.get_device_capability()[0] == 9, 'this stands in for the kernel of SM 9.0')
+    if input_layout != 'Q_PAGED_KV_NHD' or isinstance(qkv, Tensor):
+        raise NotImplementedError(f'there is no stand-in for {input_layout}')
+    query, cache = qkv
+    keys, values = keys_and_values(cache, 'NHD')
+    require(keys.is_contiguous() and values.is_contiguous(), 'strides are taken from shapes')
+    require(keys.shape == values.shape, 'keys and values must have the same shape')
+    page_size = keys.shape[1]
+    require(page_size & (page_size - 1) == 0, f'pages of {page_size} tokens, no power of two')
+    apart, rest = divmod(values.data_ptr() - keys.data_ptr(), keys[0].numel() * keys.itemsize)
+    require(apart > 0 == rest, 'values must lie whole pages behind keys')
+    require(query.dtype == keys.dtype == torch.bfloat16, f'queries of {query.dtype}')
+    require(query.is_contiguous(), 'queries are read as contiguous')
+    out = torch.zeros_like(query) if out is None else out
+    require_like(out, 'out', tuple(query.shape), query.dtype)
+    require_like(seq_lens, 'seq_lens', (batch_size,), torch.int32)
+    for array in (cum_seq_lens_q, cum_seq_lens_kv):
+        require_like(array, 'starts', (batch_size + 1,), torch.int32)
+    require(block_tables is not None, 'block_tables is required')
+    assert block_tables is not None
+    shape = batch_size, 2, block_tables.shape[-1]
+    require_like(block_tables, 'block_tables', shape, torch.int32)
+    require(mask_mode == ('causal' if window_left < 0 else 'sliding_window'), f'mask {mask_mode}')
+    require(workspace_buffer.nbytes >= 16, 'no room for the counter')
+    require(max_kv_len >= max_q_len, 'more queries than keys')
+    if sinks is not None:
+        require_like(sinks, 'sinks', (query.shape[1],), torch.float32)
+    starts, key_starts = cum_seq_lens_q.tolist(), cum_seq_lens_kv.tolist()
+    if batch_size * max_q_len == len(query):
+        lengths = {end - start for start, end in zip(starts[:-1], starts[1:], strict=True)}
+        require(len(lengths) == 1, 'requests are not equally long, as the kernel takes it')
+    for request, length in enumerate(seq_lens.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        require(0 <= rows.start <= rows.stop <= len(query), 'rows that are not in the queries')
+        require(rows.stop - rows.start <= max_q_len, 'a request has more than max_q_len')
+        require(key_starts[request + 1] - key_starts[request] == length, 'lengths do not fit')
+        if rows.start == rows.stop:
+            continue
+        ids = block_tables[request]
+        found = [
+            gather((part, part), table, length)[0]
+            for part, table in zip((keys, values), (ids[0], ids[1] - apart), strict=True)
+        ]
+        result, lse = attend(
+            query[rows].float(), *found, scale=bmm1_scale, causal=True, window=(window_left, -1)
+        )
+        out[rows] = (with_sinks(result, lse, sinks) * bmm2_scale).to(out.dtype)
+    use_as_scratch(workspace_buffer)
+    return out
