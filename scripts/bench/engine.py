@@ -13,7 +13,7 @@ nothing and writes the others anew from the engine.json in the folder.
 """
 
 import argparse
-import importlib.util
+import functools
 import json
 import os
 import statistics
@@ -30,6 +30,7 @@ import torch
 
 import environment
 import model
+import report
 
 FLASHINFER: dict[str, Any] = {"inference_attention_backend": "flashinfer"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -224,12 +225,7 @@ def misses(result: dict[str, Any]) -> list[str]:
 def markdown(result: dict[str, Any]) -> str:
     """The results as tables."""
     lines = [
-        "# The engine on a GPU",
-        "",
-        "Made by `scripts/bench/engine.py`, at the root of the repository:",
-        "",
-        *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
-        "",
+        *report.head("The engine on a GPU", "engine.py", __doc__, {}),
         f"Random weights in bf16, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each. All"
         " requests come at once,",
         "or one a step where they are said to be arriving. A graph is of all layers. `decode` is the median",
@@ -258,7 +254,7 @@ def markdown(result: dict[str, Any]) -> str:
                 )
         where = found["environment"]
         lines += ["", f"## {shape}", ""]
-        lines += environment.table(list(where), [list(where.values())])
+        lines += report.table(list(where), [list(where.values())])
         head = [
             "case",
             "variant",
@@ -269,7 +265,7 @@ def markdown(result: dict[str, Any]) -> str:
             "GiB",
             "host µs",
         ]
-        lines += ["", *environment.table(head, rows)]
+        lines += ["", *report.table(head, rows)]
     lines += ["", "## Goals", ""]
     lines += [f"- missed: {miss}" for miss in misses(result)] or ["All met."]
     return "\n".join([*lines, ""])
@@ -332,11 +328,7 @@ def main() -> int:
             found = run(trees, shape, args.rounds)
             result["shapes"][shape] = {"environment": environment.versions(), "cases": found}
             results.write_text(json.dumps(result, indent=1) + "\n")
-    text = markdown(result)
-    (args.out / "engine.md").write_text(text)
-    if importlib.util.find_spec("matplotlib"):
-        plot(result, args.out / "engine.png")
-    print(text)
+    report.publish(args.out / "engine.md", markdown(result), functools.partial(plot, result))
     return 1 if misses(result) else 0
 
 

@@ -30,9 +30,3 @@ def versions() -> dict[str, str]:
         "Triton": triton.__version__,
         **flash,
     }
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]

@@ -11,7 +11,7 @@ the others anew from the kernels.json in the folder.
 """
 
 import argparse
-import importlib.util
+import functools
 import json
 import math
 import sys
@@ -25,6 +25,7 @@ import attention
 import environment
 import latents
 import model
+import report
 import timing
 
 GIB = 1 << 30
@@ -109,14 +110,7 @@ def markdown(result: dict[str, Any]) -> str:
     """The results as tables."""
     card = result["ceilings"]
     lines = [
-        "# Kernels on a GPU",
-        "",
-        "Made by `scripts/bench/kernels.py`, at the root of the repository:",
-        "",
-        *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
-        "",
-        *environment.table(list(result["environment"]), [list(result["environment"].values())]),
-        "",
+        *report.head("Kernels on a GPU", "kernels.py", __doc__, result["environment"]),
         "Device time of one layer in bf16, blocks of 256 tokens, in CUDA graphs over many layers with the",
         "L2 cache flushed. `ratio` is FlashAttention's time over FlashInfer's. In the same run the card",
         f"reads {card['read'] / 1e12:.2f} TB/s (a sum over 4 GiB), copies {card['copy'] / 1e12:.2f} TB/s"
@@ -147,7 +141,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
         head = ["heads", "batch", "FlashInfer µs", "flash µs", "ratio", share, "flash's"]
         head += ["step µs", "host µs"]
-        lines += ["", f"## {phase.capitalize()}", "", *environment.table(head, rows)]
+        lines += ["", f"## {phase.capitalize()}", "", *report.table(head, rows)]
     rows = [
         [
             row["shape"],
@@ -171,7 +165,7 @@ def markdown(result: dict[str, Any]) -> str:
         "cache, which here holds the step's tokens alone; both are timed with that. The share is of the",
         "matrix rate, projections not counted, or in decode of the read bandwidth, whichever is more.",
         "",
-        *environment.table(
+        *report.table(
             ["heads", "batch", "FlashInfer µs", "fa2 µs", "flash µs", "ratio", "share", "host µs"],
             rows,
         ),
@@ -192,13 +186,13 @@ def markdown(result: dict[str, Any]) -> str:
         "A padding row has no keys, and a sink that keeps it from coming out as NaN. Beside that: the same",
         "without the sink, padding rows of one key each, and a graph without padding rows.",
         "",
-        *environment.table(head, rows),
+        *report.table(head, rows),
         "",
         "## Append",
         "",
         "`ratio` is stage 2 over base; a byte read and a byte written both count.",
         "",
-        *environment.table(
+        *report.table(
             ["shape", "tokens", "µs", "ratio", "of copy"],
             [
                 [
@@ -277,11 +271,7 @@ def main() -> int:
         result["missed"] = misses(result)
         args.out.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(result, indent=1) + "\n")
-    text = markdown(result)
-    (args.out / "kernels.md").write_text(text)
-    if importlib.util.find_spec("matplotlib"):
-        plot(result, args.out / "kernels.png")
-    print(text)
+    report.publish(args.out / "kernels.md", markdown(result), functools.partial(plot, result))
     return 1 if result["missed"] else 0
 
 

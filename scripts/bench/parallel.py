@@ -25,6 +25,7 @@ import torch.distributed as dist
 import environment
 import model
 import parity
+import report
 
 SHAPE = model.SHAPES["8B"]
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 64, 512, 64
@@ -166,21 +167,16 @@ def markdown(result: dict[str, Any]) -> str:
     where, missed = result["environment"], misses(result["layouts"])
     return "\n".join(
         [
-            "# Several GPUs",
-            "",
-            "Made by `scripts/bench/parallel.py`, at the root of the repository:",
-            "",
-            *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
-            "",
-            *environment.table([*where, "GPUs"], [[*where.values(), str(result["gpus"])]]),
-            "",
+            *report.head(
+                "Several GPUs", "parallel.py", __doc__, {**where, "GPUs": str(result["gpus"])}
+            ),
             f"An 8B's shape in bf16 with random weights. Tokens a second over {REQUESTS} requests of"
             f" {PROMPT_TOKENS} tokens with",
             f"{NEW_TOKENS} new ones. Heads are query heads and KV heads of each rank. `mean` and `KL` are"
             " how far FlashInfer's",
             "log-probs are from FlashAttention's under teacher forcing, in nats.",
             "",
-            *environment.table(head, rows),
+            *report.table(head, rows),
             "",
             *([f"- missed: {miss}" for miss in missed] or ["Nothing was missed."]),
             "",

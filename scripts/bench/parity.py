@@ -21,6 +21,7 @@ from torch import Tensor
 
 import environment
 import model
+import report
 
 SHAPE = model.SHAPES["8B slice"]
 REQUESTS = 96
@@ -201,14 +202,9 @@ def misses(distances: dict[str, Any]) -> list[str]:
 def markdown(result: dict[str, Any]) -> str:
     """The results as tables."""
     lines = [
-        "# Log-probs under teacher forcing",
-        "",
-        "Made by `scripts/bench/parity.py`, at the root of the repository:",
-        "",
-        *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
-        "",
-        *environment.table(list(result["environment"]), [list(result["environment"].values())]),
-        "",
+        *report.head(
+            "Log-probs under teacher forcing", "parity.py", __doc__, result["environment"]
+        ),
         f"{REQUESTS} random texts with prompts of 1 to {LONGEST_PROMPT} tokens, prefilled in chunks"
         f" of up to {INFERENCE['max_tokens']}",
         f"tokens a step beside requests that decode, then {NEW_TOKENS} new tokens each, which are"
@@ -223,7 +219,7 @@ def markdown(result: dict[str, Any]) -> str:
             rows.append(
                 [name, f"{mean.mean():.2e}", f"{most.max():.2e}", f"{divergence.mean():.2e}"]
             )
-        lines += ["", f"## {title}", "", *environment.table(["by", "mean", "max", "KL"], rows)]
+        lines += ["", f"## {title}", "", *report.table(["by", "mean", "max", "KL"], rows)]
     goal = (
         f"mean and KL from the float32 forward at most {MAX_RATIO} of FlashAttention's, up to twice "
         "the standard error over texts"

@@ -9,7 +9,7 @@ it measures nothing and writes the others anew from the rollout.json in the fold
 """
 
 import argparse
-import importlib.util
+import functools
 import json
 import math
 import os
@@ -27,6 +27,7 @@ from torch import Tensor
 
 import environment
 import model
+import report
 
 PROMPTS, SAMPLES = 64, 8
 LONGEST_PROMPT = 512
@@ -252,14 +253,7 @@ def markdown(result: dict[str, Any]) -> str:
     missed = misses(result)
     return "\n".join(
         [
-            "# A reinforcement-learning step on a GPU",
-            "",
-            "Made by `scripts/bench/rollout.py`, at the root of the repository:",
-            "",
-            *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
-            "",
-            *environment.table(list(where), [list(where.values())]),
-            "",
+            *report.head("A reinforcement-learning step on a GPU", "rollout.py", __doc__, where),
             f"{result['shape']} shape in bf16 with random weights, CUDA graphs of all layers, prefix caching, recompute"
             " mode. ",
             f"{PROMPTS} prompts with {SAMPLES} samples each, lengths of answers drawn from a log-normal"
@@ -269,7 +263,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"with the bf16 forward of training over {CHECKED} answers, in nats. Medians of"
             f" {len(result['variants']['flash'])} processes.",
             "",
-            *environment.table(["", "flash", "FlashInfer", "ratio"], rows),
+            *report.table(["", "flash", "FlashInfer", "ratio"], rows),
             "",
             "![Tokens a second and drift](rollout.png)",
             "",
@@ -330,11 +324,7 @@ def main() -> int:
         }
         args.out.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(result, indent=1) + "\n")
-    text = markdown(result)
-    (args.out / "rollout.md").write_text(text)
-    if importlib.util.find_spec("matplotlib"):
-        plot(result, args.out / "rollout.png")
-    print(text)
+    report.publish(args.out / "rollout.md", markdown(result), functools.partial(plot, result))
     return 1 if misses(result) else 0
 
 

@@ -20,6 +20,7 @@ import torch
 
 import append
 import environment
+import report
 import steps
 
 MAX_RATIO = 1.01
@@ -77,22 +78,15 @@ def markdown(result: dict[str, Any]) -> str:
     goals = f"ratios at most {MAX_RATIO}, large appends at least {MIN_OF_COPY:.0%} of a copy"
     return "\n".join(
         [
-            "# Stage 1 on a GPU",
-            "",
-            "Made by `scripts/bench/stage1.py`, at the root of the repository:",
-            "",
-            *(line for line in (__doc__ or "").splitlines() if line.startswith("    ")),
-            "",
-            *environment.table(list(result["environment"]), [list(result["environment"].values())]),
-            *("\n" + note for note in result.get("notes", [])),
-            "",
+            *report.head("Stage 1 on a GPU", "stage1.py", __doc__, result["environment"]),
+            *(line for note in result.get("notes", []) for line in (note, "")),
             "## Append",
             "",
             "Device time of one layer's append in bf16, in CUDA graphs, inputs and targets larger",
             "than the L2 cache. A byte read and a byte written both count, in the copy as well.",
             "`ratio` is stage 1 over base.",
             "",
-            *environment.table(APPEND_HEAD, appends),
+            *report.table(APPEND_HEAD, appends),
             "",
             "## Engine steps",
             "",
@@ -107,7 +101,7 @@ def markdown(result: dict[str, Any]) -> str:
             " more than `spread`: there no difference was",
             "found, which is not to say that there is none of 1%.",
             "",
-            *environment.table(["case", "base", "stage 1", "ratio", "spread"], step_rows),
+            *report.table(["case", "base", "stage 1", "ratio", "spread"], step_rows),
             "",
             "## Goals",
             "",
