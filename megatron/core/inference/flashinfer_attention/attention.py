@@ -241,7 +241,7 @@ class FlashInferAttention:
             has_prefill=not decode_only,
             is_fresh=is_fresh,
         )
-        self._first_layer = None
+        self._first_layer = self._new = None
         for kernel in self._kernels_of(self._shape):
             kernel.plan(self._shape)
 

@@ -728,9 +728,11 @@ class TestNewKeys:
         context.add_request(request(0, 2 * BLOCK, **options))
         context.initialize_attention_state()
         assert context.flashinfer_attention._shape.is_fresh is (graphs is None)
+        self.append(context)  # and then, say, an error
         generate(context)
         context.add_request(request(1, 2 * BLOCK + 9, **options))
         context.initialize_attention_state()
+        assert context.flashinfer_attention._new is None
         self.append(context)
         assert context.flashinfer_attention._shape.is_fresh is False
         assert context.flashinfer_attention._new is None
