@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("flashinfer")
 
+from megatron.core.inference.config import FlashInferKernel
+
 from .batch import DEVICE, Batch
 
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000]
@@ -68,7 +70,13 @@ class TestOtherHeadDims:
 
     def test_mixed_and_padded(self, head_dim):
         batch = Batch(EDGES, SHORT, dims=(700, 12, 17), head_dim=head_dim)
-        batch.check(batch.run(batch.attention(), layer=2), layer=2)
+        attention = batch.attention()
+        batch.check(batch.run(attention, layer=2), layer=2)
+        # Decodes are not computed again.
+        starts = attention._kernels[FlashInferKernel.FMHA_V2]._rows.query_starts
+        assert starts[: len(EDGES) + 2].tolist() == [len(EDGES)] * (len(EDGES) + 1) + [
+            len(EDGES) + 1
+        ]
 
     def test_alone(self, head_dim):
         for decode, prefill in ((EDGES, []), ([], SHORT), ([], FRESH), ([], [(300, 300)])):

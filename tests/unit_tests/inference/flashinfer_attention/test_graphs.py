@@ -232,6 +232,19 @@ def test_every_step_derives_all_it_needs(kernel, shape, graph):
         steps.check(batch, steps.run())
 
 
+def test_a_first_layer_derives_each_time(kernel):
+    """It runs before its capture, too, and what it derives must be in its graph."""
+    steps = Steps(kernel, graph=True)
+    for batch in (decode_steps(steps, 12)[3], mixed_steps(steps)[3]):
+        steps.load(batch)
+        steps.prepare()
+        steps.run()
+        for each in steps.attention._kernels.values():
+            if hasattr(each, "_pages"):
+                numbers(each._pages.table)
+        steps.check(batch, steps.run())
+
+
 @needs_gpu
 class TestGraphs:
     def test_decode(self, kernel, shape):
