@@ -281,8 +281,9 @@ def cached_keys_forgotten(model: Model) -> Iterator[None]:
     def plan(self: Any, context: Any) -> None:
         _plan_step(self, context)
         shape = self._shape
-        self._num_new = int(context._cpu_mha_cu_query_seq_lengths[shape.num_requests])
-        self._shape = replace(shape, is_fresh=shape.has_prefill)
+        if shape.has_prefill:
+            num_new = int(context._cpu_mha_cu_query_seq_lengths[shape.num_requests])
+            self._shape = replace(shape, num_new=num_new)
 
     with _works_derived(derive), _replaced(FlashInferAttention, 'plan_step', plan):
         yield

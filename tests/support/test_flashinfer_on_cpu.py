@@ -164,6 +164,21 @@ def test_xqa_takes_drafts_with_a_mask(drafts: int, window: int) -> None:
     assert_close(call['output'].view_as(batch.query), batch.wanted(window)[0])
 
 
+@pytest.mark.parametrize('drafts', [16, 17])
+def test_xqa_tells_heads_by_their_row_in_a_tile(drafts: int) -> None:
+    """Two heads divide a tile of 32 rows, so theirs are right; of three heads they would not be."""
+    batch = Batch([(drafts, 40)])
+    call = xqa_arguments(batch)
+    call['q'] = batch.query.view(1, 1, drafts, HEADS, DIM)
+    call['output'] = torch.empty_like(call['q'])
+    call['mask'] = packed(torch.ones(1, drafts, drafts, dtype=torch.bool).tril())
+    sinks = torch.tensor([[0.5, -1.0], [2.0, 5.0]])
+    kernel('xqa.xqa')(**call, q_seq_len=drafts, sinks=sinks)
+    assert_close(call['output'].view_as(batch.query), with_sinks(*batch.wanted(), sinks))
+    of_three = kernel('xqa._sinks_of')(torch.tensor([[1.0, 2.0, 3.0]]), 10)
+    assert of_three.tolist() == [[1.0, 2.0, 1.0]]  # rows 30, 31, and 0 of the next tile
+
+
 def test_xqa_sees_no_draft_that_the_mask_leaves_out() -> None:
     batch = Batch([(2, 40)])
     call = xqa_arguments(batch)

@@ -32,7 +32,9 @@ class FlashInferAttention:
 
     A decode kernel computes the requests that generate and a prefill kernel the others, both into
     the same output. Constructing this refuses what cannot be computed, `allocate` builds the
-    kernels, `plan_step` and `derive_step` prepare a step for all layers, and `run` computes one.
+    kernels, `plan_step` and `derive_step` prepare a step for all layers, `remember` is given what a
+    layer appends to the cache, and `run` computes a layer, the first of a step with what is left to
+    prepare.
 
     Args:
         context (DynamicInferenceContext): The context, before its tensors are allocated.
@@ -55,6 +57,7 @@ class FlashInferAttention:
         if torch.cuda.device_count() == 0:
             raise ValueError("FlashInfer attention needs a CUDA device, and there is none.")
         is_mla = isinstance(model_config, MLATransformerConfig)
+        self._tokens_per_decode = context.num_speculative_tokens + 1
         self._problem = AttentionProblem(
             compute_capability=torch.cuda.get_device_capability(),
             dtype=model_config.params_dtype,
@@ -68,6 +71,8 @@ class FlashInferAttention:
             block_size_tokens=context.block_size_tokens,
             layout=inference_config.kv_cache_layout,
             latent_dim=model_config.kv_lora_rank if is_mla else None,
+            tokens_per_decode=self._tokens_per_decode,
+            sinks_differ=model_config.softmax_type == "learnable",
         )
         self._selection = select(self._problem, inference_config.flashinfer_kernel)
         self._kernel_types = MLA_KERNELS if is_mla else KERNELS
@@ -78,7 +83,6 @@ class FlashInferAttention:
                 context.max_tokens,
                 torch.cuda.get_device_properties().multi_processor_count,
             )
-        self._tokens_per_decode = context.num_speculative_tokens + 1
         self._max_tokens = context.max_tokens
         self._window_size = model_config.window_size
         self._window_attn_skip_freq = model_config.window_attn_skip_freq
@@ -90,8 +94,7 @@ class FlashInferAttention:
         self._kernels: Dict[FlashInferKernel, Any] = {}
         self._shape: Optional[StepShape] = None
         self._first_layer: Optional[int] = None  # of this step; None: none has run
-        # Of a fresh step: tokens that are no padding, and their keys and values in one layer.
-        self._num_new = 0
+        # Keys and values that a layer has appended and not yet attended to, if they are of use.
         self._new: Optional[Tuple[Tensor, Tensor]] = None
 
     @staticmethod
@@ -222,16 +225,17 @@ class FlashInferAttention:
             slots = min(slots, context.num_decode_requests)
         num_decode = min(context.num_decode_requests, slots) if split else 0
         num_requests = context.total_request_count - context.paused_request_count
+        takes_new = self._kernel_types[self._selection.prefill].TAKES_NEW_KEYS
+        prefill, num_new = slice(num_decode, num_requests), 0
         # A graph would hold what its capture was like.
-        is_fresh = self._kernel_types[self._selection.prefill].TAKES_NEW_KEYS and not (
-            decode_only or is_graph
-        )
-        if is_fresh:
-            prefill = slice(num_decode, num_requests)
-            is_fresh = torch.equal(
+        if (
+            takes_new
+            and not (decode_only or is_graph)
+            and torch.equal(
                 context._cpu_mha_query_lengths[prefill], context._cpu_mha_kv_seq_lengths[prefill]
             )
-            self._num_new = int(context._cpu_mha_cu_query_seq_lengths[num_requests])
+        ):
+            num_new = int(context._cpu_mha_cu_query_seq_lengths[num_requests])
         self._shape = StepShape(
             num_decode=num_decode,
             num_requests=num_requests,
@@ -239,8 +243,9 @@ class FlashInferAttention:
             padded_requests=padded.req_count,
             num_tokens=padded.token_count,
             has_prefill=not decode_only,
-            is_fresh=is_fresh,
+            num_new=num_new,
         )
+        # The first layer that runs derives. In a graph it does so unseen, and the next one again.
         self._first_layer = self._new = None
         for kernel in self._kernels_of(self._shape):
             kernel.plan(self._shape)
@@ -267,9 +272,9 @@ class FlashInferAttention:
             keys (Tensor): Keys of this step's tokens, `(tokens, 1, kv_heads, head_dim)`.
             values (Optional[Tensor]): Values, as keys; None with latents.
         """
-        if values is not None and self._shape is not None and self._shape.is_fresh:
+        if values is not None and self._shape is not None and self._shape.num_new:
             # Without padding, since the kernel reads beyond a request's last value.
-            new = slice(self._num_new)
+            new = slice(self._shape.num_new)
             self._new = keys.squeeze(1)[new], values.squeeze(1)[new]
 
     def run(

@@ -105,8 +105,9 @@ class Call:
         layer: Kind of the layer.
         shape: Extents of the step.
         sinks: Natural logit per query head that joins its softmax's denominator; None: none.
-        new: Keys and values of the step's tokens, `(tokens, kv_heads, head_dim)`, if its shape is
-            fresh and they are at hand; rows need not be contiguous.
+        new: Keys and values of the step's tokens, `(tokens, kv_heads, head_dim)`, where its prefill
+            requests have nothing else in the cache and they are at hand; rows need not be
+            contiguous.
     """
 
     query: Tensor
@@ -129,7 +130,7 @@ class Kernel:
         """Derive what a step needs on the device, once the step's bookkeeping is there."""
 
     def begin(self, shape: StepShape) -> None:
-        """Derive the same, as far as the device knows all of it, when a step's first layer runs.
+        """Derive what follows from the block table alone, when a step's first layer runs.
 
         In a CUDA graph of the step this is part of it, and costs the host nothing.
         """
@@ -148,11 +149,24 @@ class DecodeKernel(Kernel, ABC):
 class PrefillKernel(Kernel, ABC):
     """A kernel for requests with any number of query tokens."""
 
-    TAKES_NEW_KEYS = False  # whether in fresh steps the tokens' keys are of use beside the cache
+    TAKES_NEW_KEYS = False  # whether a call's `new` is of use
 
     @abstractmethod
     def prefill(self, call: Call) -> None:
         """Write the output of all tokens but those of the `num_decode` first requests."""
+
+
+def _page_table(setup: Setup, kernel: FlashInferKernel) -> Tuple[int, PageTable]:
+    """Tokens of one of a kernel's pages, and a table of such."""
+    page_size = setup.problem.page_size(kernel)
+    assert page_size is not None
+    table = PageTable(
+        setup.max_requests,
+        setup.max_kv_blocks,
+        setup.problem.block_size_tokens // page_size,
+        setup.device,
+    )
+    return page_size, table
 
 
 def _in_pages(cache: Tensor, page_size: int) -> Tensor:
@@ -177,15 +191,7 @@ class Xqa(DecodeKernel):
         self._problem = setup.problem
         self._books = setup.books
         self._tokens = setup.tokens_per_decode
-        page_size = setup.problem.page_size(FlashInferKernel.XQA)
-        assert page_size is not None
-        self._page_size = page_size
-        self._pages = PageTable(
-            setup.max_requests,
-            setup.max_kv_blocks,
-            setup.problem.block_size_tokens // page_size,
-            setup.device,
-        )
+        self._page_size, self._pages = _page_table(setup, FlashInferKernel.XQA)
         self._lengths = torch.zeros_like(setup.books.kv_lengths)
         self._no_sinks = torch.full(
             (setup.problem.num_query_heads,), self.NO_SINK, device=setup.device
@@ -351,7 +357,8 @@ class Fa3(_Wrapped):
 
     A step whose prefill requests have nothing else in the cache is computed from the keys and
     values of its tokens as they were handed to the cache, which the kernel reads by TMA. It gathers
-    pages more slowly.
+    pages more slowly. In exchange it reads beyond a prompt's last value, with weights of 0, so that
+    one prompt's values that are not finite spoil the prompt before it.
     """
 
     KERNEL = FlashInferKernel.FA3
@@ -461,7 +468,6 @@ class Fa3(_Wrapped):
                 padded_requests=2,
                 num_tokens=num_tokens + padding,
                 has_prefill=True,
-                is_fresh=bool(is_fresh),
             )
             lengths = (query_lengths, query_lengths if is_fresh else kv_lengths)
             schedule.derive(
@@ -690,15 +696,7 @@ class FmhaV2(PrefillKernel):
 
         self._prefill = trtllm_fmha_v2_prefill
         self._setup = setup
-        page_size = setup.problem.page_size(FlashInferKernel.FMHA_V2)
-        assert page_size is not None
-        self._page_size = page_size
-        self._pages = PageTable(
-            setup.max_requests,
-            setup.max_kv_blocks,
-            setup.problem.block_size_tokens // page_size,
-            setup.device,
-        )
+        self._page_size, self._pages = _page_table(setup, FlashInferKernel.FMHA_V2)
         self._rows = _PrefillRows(setup)
         self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
 
@@ -756,15 +754,7 @@ class TrtllmGen(DecodeKernel, PrefillKernel):
         self._decode = trtllm_batch_decode_with_kv_cache
         self._prefill = trtllm_batch_context_with_kv_cache
         self._setup = setup
-        page_size = setup.problem.page_size(FlashInferKernel.TRTLLM_GEN)
-        assert page_size is not None
-        self._page_size = page_size
-        self._pages = PageTable(
-            setup.max_requests,
-            setup.max_kv_blocks,
-            setup.problem.block_size_tokens // page_size,
-            setup.device,
-        )
+        self._page_size, self._pages = _page_table(setup, FlashInferKernel.TRTLLM_GEN)
         self._lengths = torch.zeros_like(setup.books.kv_lengths)
         self._rows = _PrefillRows(setup)
         self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)

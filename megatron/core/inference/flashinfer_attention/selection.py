@@ -69,6 +69,8 @@ class Limits:
     dtypes: Tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
 
+# Rows, each a query token and one of its heads, that one of xqa's CTAs computes.
+XQA_TILE = 32
 LIMITS: Dict[FlashInferKernel, Limits] = {
     # Ratios beyond 16 are not tested by FlashInfer, and 32 does not compile at head dim 256. Pages
     # of 16 tokens cost more than larger ones.
@@ -113,6 +115,8 @@ class AttentionProblem:
         head_dim: Elements of one query head, and of one key.
         block_size_tokens: Tokens of one KV cache block.
         layout: Of a KV cache block.
+        tokens_per_decode: Query tokens of a decode request.
+        sinks_differ: Whether query heads have sinks of their own.
         latent_dim: Of absorbed multi-latent attention on cached latents: leading elements of a key
             that are its value. None: keys and values are apart.
     """
@@ -125,6 +129,8 @@ class AttentionProblem:
     block_size_tokens: int
     layout: KVCacheLayout = KVCacheLayout.NHD
     latent_dim: Optional[int] = None
+    tokens_per_decode: int = 1
+    sinks_differ: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -183,6 +189,14 @@ def why_not(kernel: FlashInferKernel, problem: AttentionProblem) -> Optional[str
         return f"does not take {problem.num_query_heads} query heads"
     if limits.max_ratio is not None and problem.ratio > limits.max_ratio:
         return f"does not take {problem.ratio} query heads per KV head"
+    if kernel is XQA and problem.sinks_differ and problem.tokens_per_decode > 1:
+        # It tells a row's head by the row's place in its tile.
+        rows = problem.ratio * problem.tokens_per_decode
+        if rows > XQA_TILE and XQA_TILE % problem.ratio:
+            return (
+                f"mixes up learnable sinks of {problem.ratio} query heads per KV head with "
+                f"{problem.tokens_per_decode} tokens a decode"
+            )
     if problem.page_size(kernel) is None:
         return f"has no page size that divides blocks of {problem.block_size_tokens} tokens"
     if limits.page_sizes is not None and problem.layout is not KVCacheLayout.NHD:

@@ -31,7 +31,8 @@ class StepShape:
         padded_requests: Rows, padding included.
         num_tokens: Query tokens of this step, padding included.
         has_prefill: Whether the prefill kernel is launched.
-        is_fresh: Whether all that the prefill kernel's requests have in the cache is of this step.
+        num_new: Tokens, padding aside, of a step whose prefill requests have nothing else in the
+            cache, if that is of use; 0 otherwise.
     """
 
     num_decode: int
@@ -40,7 +41,7 @@ class StepShape:
     padded_requests: int
     num_tokens: int
     has_prefill: bool
-    is_fresh: bool = False
+    num_new: int = 0
 
 
 class PageTable:

@@ -166,6 +166,15 @@ def test_speculative_tokens(tokens, kernel):
         batch.check(batch.run(attention, layer=2), layer=2)
 
 
+@pytest.mark.parametrize("ratio, tokens", [(4, 3), (8, 5), (12, 2), (12, 3), (16, 3)])
+def test_sinks_with_speculative_tokens(ratio, tokens, kernel):
+    """Also where rows of heads and tokens fill several of xqa's tiles."""
+    model = dict(heads=2 * ratio, tokens=tokens, softmax_type="learnable")
+    batch = Batch([edge + tokens for edge in EDGES], SHORT, dims=(800, 12, 20), **model)
+    sinks = torch.linspace(-2, 6, 2 * ratio, device=DEVICE).to(batch.dtype)
+    batch.check(batch.run(batch.attention(kernel), sinks=sinks), sinks=sinks)
+
+
 def test_attentions_in_one_process(kernel):
     """Engines of different models share nothing."""
     batches = [

@@ -727,14 +727,14 @@ class TestNewKeys:
         options = dict(block_size_tokens=BLOCK, enable_prefix_caching=True)
         context.add_request(request(0, 2 * BLOCK, **options))
         context.initialize_attention_state()
-        assert context.flashinfer_attention._shape.is_fresh is (graphs is None)
+        assert context.flashinfer_attention._shape.num_new == (0 if graphs else 2 * BLOCK)
         self.append(context)  # and then, say, an error
         generate(context)
         context.add_request(request(1, 2 * BLOCK + 9, **options))
         context.initialize_attention_state()
         assert context.flashinfer_attention._new is None
         self.append(context)
-        assert context.flashinfer_attention._shape.is_fresh is False
+        assert context.flashinfer_attention._shape.num_new == 0
         assert context.flashinfer_attention._new is None
 
 
@@ -829,11 +829,13 @@ def check_step(context, expected):
         padded_requests=padded.prefill_req_count + padded.decode_req_count,
         num_tokens=padded.token_count,
         has_prefill=prefills > 0,
-        is_fresh=(
-            FlashInferKernel.FA3 in kernels
+        num_new=(
+            sum(query for query, _ in expected)
+            if FlashInferKernel.FA3 in kernels
             and prefills > 0
             and not is_graph
             and all(query == kv for query, kv in expected[decodes:])
+            else 0
         ),
     )
     for kernel in kernels.values():

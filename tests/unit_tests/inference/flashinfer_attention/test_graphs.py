@@ -245,6 +245,21 @@ def test_a_first_layer_derives_each_time(kernel):
         steps.check(batch, steps.run())
 
 
+def test_another_layer_derives_where_the_first_does_not_run(kernel):
+    """As where a graph holds the first layer, and Python sees the second alone."""
+    steps = Steps(kernel)
+    first, second = decode_steps(steps, 12)[3:5]
+    steps.load(first)
+    steps.prepare()
+    steps.check(first, steps.run())
+    steps.load(second)
+    steps.poison()
+    steps.prepare()
+    del steps.caches[1]
+    [output] = steps.run()
+    second.check(output.squeeze(1), layer=2, sinks=steps.sinks)
+
+
 @needs_gpu
 class TestGraphs:
     def test_decode(self, kernel, shape):

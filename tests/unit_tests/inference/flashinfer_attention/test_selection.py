@@ -163,6 +163,24 @@ class TestPins:
             "divides blocks of 8 tokens: set another flashinfer_kernel."
         )
 
+    @pytest.mark.parametrize("ratio, tokens", [(12, 3), (6, 6), (3, 11)])
+    def test_learnable_sinks_rule_xqa_out_with_drafts(self, ratio, tokens):
+        options = dict(ratio=ratio, tokens_per_decode=tokens)
+        reason = (
+            f"xqa mixes up learnable sinks of {ratio} query heads per KV head with {tokens} tokens "
+            "a decode"
+        )
+        assert chosen(**options, sinks_differ=True) == (FA2, FA3, (reason,))
+        assert chosen(**options) == (XQA, FA3, ())
+        assert refusal(**options, sinks_differ=True, pinned=XQA) == (
+            f"FlashInfer has no kernel for decode here, as {reason}: set another flashinfer_kernel."
+        )
+
+    @pytest.mark.parametrize("ratio, tokens", [(12, 1), (12, 2), (6, 5), (8, 5), (16, 5)])
+    def test_other_sinks_do_not(self, ratio, tokens):
+        options = dict(ratio=ratio, tokens_per_decode=tokens, sinks_differ=True)
+        assert chosen(**options) == (XQA, FA3, ())
+
     @pytest.mark.parametrize("ratio", [17, 32, 64])
     def test_ratio_rules_pinned_xqa_out(self, ratio):
         assert refusal(pinned=XQA, ratio=ratio) == (

@@ -386,14 +386,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         require(self._custom_mask_buf is self._prefix_len_ptr is None, 'masks have no stand-in')
         require(q.stride(-1) == 1, 'elements of a head must be contiguous')
 
-        shape = (*q.shape[:2], cache[1].shape[-1])
-        if out is None:
-            out = q.new_zeros(shape, dtype=self._cached_o_data_type)
-        require(out.shape == shape, f'out is {tuple(out.shape)}, not {shape}')
-        require(out.dtype == self._cached_o_data_type, f'out of {out.dtype} is not planned')
-        if lse is None:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        require_like(lse, 'lse', (rows, q.shape[1]), torch.float32)
+        out, lse = _results(q, cache[1].shape[-1], self._cached_o_data_type, out, lse)
 
         (self._run_fa2 if self._backend == 'fa2' else self._run_fa3)(q, cache, out, lse)
         use_as_scratch(self._float_workspace_buffer)
@@ -602,12 +595,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             require(all(stride % 8 == 0 for stride in part.stride()[:2]), 'TMA takes 16 bytes')
         for part in (q, k, v):
             require(part.stride(-1) == 1, 'elements of a head must be contiguous')
-        shape = (*q.shape[:2], v.shape[-1])
-        out = q.new_zeros(shape, dtype=self._cached_o_data_type) if out is None else out
-        require(out.shape == shape, f'out is {tuple(out.shape)}, not {shape}')
-        require(out.dtype == self._cached_o_data_type, f'out of {out.dtype} is not planned')
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
-        require_like(lse, 'lse', (rows, q.shape[1]), torch.float32)
+        out, lse = _results(q, v.shape[-1], self._cached_o_data_type, out, lse)
         group = self._num_qo_heads // self._num_kv_heads
 
         def keys_of(work: works.Work, head: int) -> tuple[Tensor, Tensor]:
@@ -681,6 +669,19 @@ def _work(
             result, result_lse = attend_to(q[first:last, head : head + 1], keys, values)
             out[rows, head] = result[part, 0].to(out.dtype)
             lse[rows, head] = result_lse[part, 0]
+
+
+def _results(
+    q: Tensor, value_dim: int, dtype: torch.dtype, out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, new ones where there are none."""
+    shape = (*q.shape[:2], value_dim)
+    out = q.new_zeros(shape, dtype=dtype) if out is None else out
+    require(out.shape == shape, f'out is {tuple(out.shape)}, not {shape}')
+    require(out.dtype == dtype, f'out of {out.dtype} is not planned')
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
+    require_like(lse, 'lse', tuple(q.shape[:2]), torch.float32)
+    return out, lse
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:

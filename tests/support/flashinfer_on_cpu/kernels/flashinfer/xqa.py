@@ -56,7 +56,8 @@ def xqa(
         seq_lens: uint32 `(requests, 1)`. A request of length 0 gets NaN without sinks, else zeros.
         output: As `q`.
         semaphores: uint32, all zero before and after.
-        sinks: float32, one a head, `(kv_heads, heads / kv_heads)`.
+        sinks: float32, one a head, `(kv_heads, heads / kv_heads)`. With several queries a row of a
+            query and a head takes the sink that is the row's in its tile of 32, as the kernel does.
         q_scale: Factor of the scores, beside `dim**-0.5`.
         sliding_win_size: Keys that a query sees, its own included; 0: all.
         mask: For `q_seq_len > 1`, uint16 `(requests, q_seq_len, 2 * ceil(q_seq_len / 32))`: bit
@@ -108,9 +109,17 @@ def xqa(
             one, lse = attend(
                 queries[request, row : row + 1], keys[seen], values[seen], scale=scale, causal=False
             )
-            results[request, row] = with_sinks(one, lse, sinks)[0] * float(kv_scale)
+            own = None if sinks is None else _sinks_of(sinks, row if q_seq_len > 1 else 0)
+            results[request, row] = with_sinks(one, lse, own)[0] * float(kv_scale)
     output.copy_(results.view_as(output))
     use_as_scratch(workspace_buffer)
+
+
+def _sinks_of(sinks: Tensor, row: int) -> Tensor:
+    """The sinks that the heads of a query get: those of other heads from the second tile on, maybe."""
+    ratio = sinks.shape[1]
+    rows = row * ratio + torch.arange(ratio, device=sinks.device)
+    return sinks[:, rows % 32 % ratio]
 
 
 def _visible(mask: Tensor | None, num_requests: int, q_seq_len: int) -> list[list[list[int]]]:
