@@ -659,6 +659,7 @@ def fmha_v2_arguments(batch: Batch, window: int = -1) -> dict[str, Any]:
     cache = torch.full((2, 3, *batch.cache[0].shape), math.nan, dtype=batch.query.dtype)
     for part, found in zip(cache, batch.cache, strict=True):
         part[1] = found
+    cache[1, 1].nan_to_num_(nan=1e4)
     pages = batch.table.clamp(min=0)
     return {
         'qkv': (batch.query, (cache[0, 1], cache[1, 1])),
@@ -688,6 +689,16 @@ def test_fmha_v2_is_the_reference(window: int, sinks: Tensor | None) -> None:
     wanted, lse = batch.wanted(window)
     assert output is call['out']
     assert_close(output, wanted if sinks is None else with_sinks(wanted, lse, sinks))
+
+
+def test_fmha_v2_is_spoilt_by_values_behind_the_last_token() -> None:
+    batch = Batch([(150, 150), (3, 100), (20, 20)])
+    call = fmha_v2_arguments(batch)
+    values, page_size = call['qkv'][1][1], batch.cache[1].shape[1]
+    values[batch.table[1, 100 // page_size], 100 % page_size] = math.inf
+    output = kernel('prefill.trtllm_fmha_v2_prefill')(**call)
+    assert output[150:153].isnan().all()
+    assert output[:150].isfinite().all() and output[153:].isfinite().all()
 
 
 def test_fmha_v2_leaves_other_rows_alone() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.inference.config import FlashInferKernel
 
 from .selection import AttentionProblem
-from .step import PageTable, PrefillSchedule, StepShape
+from .step import PageTable, PrefillSchedule, StepShape, make_tails_finite
 
 MIB = 1024**2
 
@@ -718,6 +718,9 @@ class FmhaV2(PrefillKernel):
         # Values are looked for in pages from where keys start.
         values_at = (values.data_ptr() - keys.data_ptr()) // page_bytes
         pages = self._pages.table[:rows]
+        lengths, starts = self._setup.books.kv_lengths[:rows], self._rows.query_starts[: rows + 1]
+        # Scores are masked before the softmax, whatever they are; values are not.
+        make_tails_finite(values, pages, starts, lengths, rows)
         self._rows.clear(call.output)
         # FlashInfer takes all rows for equally long where the most tokens of one, times the rows,
         # are the tokens there are.
@@ -726,13 +729,13 @@ class FmhaV2(PrefillKernel):
             (call.query, (keys, values)),
             "Q_PAGED_KV_NHD",
             self._workspace,
-            seq_lens=self._setup.books.kv_lengths[:rows],
+            seq_lens=lengths,
             max_q_len=most,
             max_kv_len=max(most, self._setup.max_kv_blocks * self._setup.problem.block_size_tokens),
             bmm1_scale=call.layer.softmax_scale,
             bmm2_scale=1.0,
             batch_size=rows,
-            cum_seq_lens_q=self._rows.query_starts[: rows + 1],
+            cum_seq_lens_q=starts,
             cum_seq_lens_kv=self._rows.kv_starts[: rows + 1],
             block_tables=torch.stack((pages, pages + values_at), dim=1),
             out=call.output,

@@ -102,6 +102,78 @@ def _pages_kernel(
     tl.store(page_table_ptr + row.to(tl.int64) * width + page, page_id, mask=mask)
 
 
+# Tokens of a page that one program looks at, and elements of a token that it loads at once.
+TAIL_TOKENS, TAIL_ELEMENTS = 16, 256
+
+
+def make_tails_finite(
+    pages: Tensor, page_table: Tensor, query_starts: Tensor, kv_lengths: Tensor, rows: int
+) -> None:
+    """Zero what is not finite behind the last token of each row with queries, in its last page.
+
+    For kernels that load whole pages and multiply what they mask by zero. What is finite stays as
+    it is, for with prefix caching the page may hold tokens of another request.
+
+    Args:
+        pages (Tensor): Part of a cache, of shape `(pages, page_size, heads, head_dim)`, each
+            token's heads contiguous.
+        page_table (Tensor): Page ids, int32 of shape `(rows or more, pages of a row)`.
+        query_starts (Tensor): First query of each row, and the end of the last, int32.
+        kv_lengths (Tensor): Tokens in the cache of each row, int32.
+        rows (int): How many.
+    """
+    page_size, elements = pages.size(1), pages[0, 0].numel()
+    _finite_tails_kernel[(rows, triton.cdiv(page_size, TAIL_TOKENS))](
+        pages,
+        page_table,
+        query_starts,
+        kv_lengths,
+        elements,
+        pages.stride(0),
+        pages.stride(1),
+        page_table.stride(0),
+        PAGE_SIZE=page_size,
+        TOKENS=TAIL_TOKENS,
+        TILE=TAIL_ELEMENTS,
+    )
+
+
+@triton.jit
+def _finite_tails_kernel(
+    pages_ptr,
+    page_table_ptr,
+    query_starts_ptr,
+    kv_lengths_ptr,
+    elements,
+    page_stride,
+    token_stride,
+    page_table_stride,
+    PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    has_queries = tl.load(query_starts_ptr + row + 1) > tl.load(query_starts_ptr + row)
+    kv_length = tl.load(kv_lengths_ptr + row)
+    tail = kv_length % PAGE_SIZE
+    last = (tl.program_id(1) + 1) * TOKENS - 1
+    if has_queries & (tail > 0) & (last >= tail):
+        page = tl.load(
+            page_table_ptr + row.to(tl.int64) * page_table_stride + kv_length // PAGE_SIZE
+        )
+        token = last - tl.arange(0, TOKENS)
+        tokens_ptr = pages_ptr + page.to(tl.int64) * page_stride + token[:, None] * token_stride
+        is_tail = (token >= tail) & (token < PAGE_SIZE)
+        for start in range(0, elements, TILE):
+            element = start + tl.arange(0, TILE)
+            mask = is_tail[:, None] & (element < elements)[None, :]
+            found = tl.load(tokens_ptr + element[None, :], mask=mask, other=0.0)
+            is_finite = tl.abs(found.to(tl.float32)) < float("inf")
+            tl.store(
+                tokens_ptr + element[None, :], tl.zeros_like(found), mask=mask & (is_finite == 0)
+            )
+
+
 class PrefillSchedule:
     """The work list of FlashInfer's prefill kernel for Hopper (fa3), made on the device.
 

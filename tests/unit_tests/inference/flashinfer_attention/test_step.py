@@ -7,7 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron.core.inference.flashinfer_attention.step import PageTable, PrefillSchedule, StepShape
+from megatron.core.inference.flashinfer_attention.step import (
+    PageTable,
+    PrefillSchedule,
+    StepShape,
+    make_tails_finite,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_BLOCKS = 5
@@ -36,6 +41,30 @@ def test_page_table(pages_per_block):
         ]
         assert table.table[row].tolist() == expected
     assert torch.equal(table.table[5:], untouched)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("heads, head_dim", [(1, 80), (3, 96)])
+def test_tails_are_finite(page_size, heads, head_dim):
+    """Of rows with queries, and nowhere else."""
+    lengths = [page_size, page_size + 1, 5, 2 * page_size - 1, 9, 0]
+    has_queries = [1, 1, 1, 1, 0, 0]
+    starts = [sum(has_queries[:row]) for row in range(len(lengths) + 1)]
+    table = torch.randperm(24, generator=torch.Generator().manual_seed(0)).int().view(6, 4)
+    # As in a cache, where a layer's values are a part of a larger buffer.
+    pages = torch.randn(24, 2, page_size, heads, head_dim).to(torch.bfloat16)[:, 1]
+    expected = pages.clone()
+    for row, tail in ((1, 1), (2, 5), (3, page_size - 1)):
+        page = table[row, lengths[row] // page_size]
+        for spoilt in (torch.nan, torch.inf, -torch.inf):
+            where = torch.rand(page_size - tail, heads, head_dim) < 0.2
+            pages[page, tail:][where] = spoilt
+            expected[page, tail:][where] = 0
+    for page in (table[4, 0], table[0, 1], table[5, 0]):
+        pages[page] = expected[page] = torch.nan
+    storage = pages.to(DEVICE)
+    make_tails_finite(storage, table.to(DEVICE), on_device(starts), on_device(lengths), 6)
+    assert torch.equal(storage.cpu().view(torch.int16), expected.view(torch.int16))
 
 
 def works_of(schedule: PrefillSchedule, is_ragged=False) -> list[list[dict[str, int]]]:

@@ -798,6 +798,9 @@ def trtllm_fmha_v2_prefill(
 ) -> Tensor:
     """Attention of packed queries on pages of keys and values that are apart, on Hopper.
 
+    As the kernel does, it multiplies the values behind a request's last token in its last page by
+    zero, and does not leave them out.
+
     Args:
         qkv: Queries `(tokens, heads, dim)`, and keys and values, each `(pages, page_size, kv_heads,
             dim)`, values behind keys.
@@ -856,6 +859,9 @@ def trtllm_fmha_v2_prefill(
         result, lse = attend(
             query[rows].float(), *found, scale=bmm1_scale, causal=True, window=(window_left, -1)
         )
+        page, tail = divmod(length, page_size)
+        if tail and not values[ids[1, page] - apart, tail:].isfinite().all():
+            result.fill_(math.nan)
         out[rows] = (with_sinks(result, lse, sinks) * bmm2_scale).to(out.dtype)
     use_as_scratch(workspace_buffer)
     return out
