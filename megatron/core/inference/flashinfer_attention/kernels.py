@@ -494,7 +494,7 @@ class Fa3(_Wrapped):
         found = torch.full_like(expected, torch.nan)
         try:
             self.prefill(
-                Call(query, *new, found, layer, shape, new=new if is_packed else None)  # type: ignore
+                Call(query, new[0], new[1], found, layer, shape, new=new if is_packed else None)
             )
         except (IndexError, TypeError, ValueError) as error:
             raise self._unknown() from error
@@ -701,7 +701,7 @@ class _PrefillRows:
 
 
 class FmhaV2(PrefillKernel):
-    """Prefill on Hopper with no plan, for head dims that fa3 does not take. Not run in an engine.
+    """Prefill on Hopper with no plan, for head dims that fa3 does not take.
 
     Its grid is as large as if every row had the most tokens, which in graphs of many rows costs.
     """
