@@ -4,12 +4,10 @@
 
 MLA is absorbed here in every phase: queries are projected to the space of the latents, so that all
 heads share one key per token, the cached latent with its rotary part, whose leading elements are
-the value. Only prompts of which nothing is cached yet are better off with keys and values that are
-projected from their latents, since absorbed ones have several times the elements.
+the value.
 """
 
-from dataclasses import replace
-from typing import Any, Dict, Optional
+from typing import Any, Dict
 
 import torch
 
@@ -24,32 +22,6 @@ from .step import StepShape
 TILE = 64
 # Works that FlashInfer's plan has room for, which it does not check.
 MAX_WORKS = 16384
-
-
-# Elements of projected keys and values that fa3 takes, beside those that are equal.
-PROJECTED_DIMS = (192, 128)
-
-
-def projected(
-    problem: AttentionProblem, prefill: FlashInferKernel, head_dim: int, value_dim: int
-) -> Optional[AttentionProblem]:
-    """What to compute of prompts of which nothing is cached, if projecting their latents pays.
-
-    Args:
-        problem (AttentionProblem): The absorbed problem.
-        prefill (FlashInferKernel): The kernel that computes it.
-        head_dim (int): Elements of a key that is projected from a latent.
-        value_dim (int): Elements of a value.
-    """
-    if prefill is not FlashInferKernel.FA3 or (head_dim, value_dim) != PROJECTED_DIMS:
-        return None
-    return replace(
-        problem,
-        num_kv_heads=problem.num_query_heads,
-        head_dim=head_dim,
-        latent_dim=None,
-        value_head_dim=value_dim,
-    )
 
 
 def refuse_large_steps(

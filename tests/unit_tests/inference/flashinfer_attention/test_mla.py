@@ -3,7 +3,6 @@
 """Absorbed multi-latent attention by FlashInfer against float32, in a poisoned cache of latents."""
 
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from megatron.core.inference.flashinfer_attention.selection import AttentionProb
 from megatron.core.inference.kv_cache import LatentKVCacheSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from .batch import DEVICE, HAVE_GPU, NAN, Batch, tolerance
+from .batch import DEVICE, HAVE_GPU, NAN, Batch
 from .test_graphs import Graph, needs_gpu, no_synchronization, numbers
 
 LATENT, ROTARY = 512, 64
@@ -100,71 +99,6 @@ def latent_config(heads=16, dtype=torch.bfloat16, **changes) -> MLATransformerCo
         fp16=dtype is torch.float16,
     )
     return MLATransformerConfig(**{**options, **changes})
-
-
-class TestProjected:
-    """Prompts of which nothing is cached, with keys and values that are projected from latents."""
-
-    PROMPTS = [(1, 1), (300, 300), (5, 5), (128, 128), (257, 257)]
-
-    @pytest.fixture(autouse=True)
-    def hopper(self):
-        if torch.cuda.get_device_capability()[0] != 9:
-            pytest.skip("only fa3 takes keys of 192 elements with values of 128")
-
-    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-    def test_is_right(self, shape):
-        batch = LatentBatch([], self.PROMPTS, dims=(700, 5, 0), **shape)
-        attention = batch.attention()
-        attention.plan_step(batch.context)
-        attention.derive_step()
-        assert attention.projects_latents
-        tokens, heads, real = 700, batch.heads, sum(batch.queries)
-        generator = torch.Generator(DEVICE).manual_seed(0)
-
-        def draw(dim):
-            drawn = torch.randn(tokens, 1, heads, dim, generator=generator, device=DEVICE)
-            drawn[real:] = NAN
-            return drawn.to(batch.dtype)
-
-        query, key, value = draw(QUERY_DIM), draw(QUERY_DIM), draw(256)[..., :128]
-        query[real:] = 1
-        with mock.patch("torch.empty_like", lambda tensor: torch.full_like(tensor, NAN)):
-            output = attention.run(query, key, value, 1)
-        assert output.shape == (tokens, 1, heads, 128) and not output[real:].any()
-        start = 0
-        for length in batch.queries:
-            rows = slice(start, start + length)
-            start += length
-            q, k, v = (each[rows, 0].float() for each in (query, key, value))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
-            hidden = torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            expected = torch.einsum("hqk,khd->qhd", weights, v)
-            error = (output[rows, 0].float() - expected).norm() / expected.norm()
-            assert error <= tolerance(batch.dtype)
-
-    @pytest.mark.parametrize(
-        "decode, prefill, options",
-        [
-            ([], [(5, 6), (7, 7)], {}),
-            ([9], [(7, 7)], {}),
-            ([], [(7, 7)], dict(graph=True)),
-            ([], [(7, 7)], dict(model=dict(v_head_dim=64))),
-            ([], [(7, 7)], dict(model=dict(qk_head_dim=64))),
-        ],
-    )
-    def test_otherwise_absorbed(self, decode, prefill, options):
-        batch = LatentBatch(decode, prefill, **options)
-        attention = batch.attention()
-        attention.plan_step(batch.context)
-        assert not attention.projects_latents
-
-    def test_not_by_fa2(self):
-        batch = LatentBatch([], [(7, 7)])
-        attention = batch.attention("fa2")
-        batch.check(batch.run(attention))
-        assert not attention.projects_latents
 
 
 @pytest.fixture(params=["auto", "fa2"])
