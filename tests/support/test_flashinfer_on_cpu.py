@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import flashinfer_on_cpu
-from flashinfer_on_cpu import KERNELS, SM_COUNT, works
+from flashinfer_on_cpu import KERNELS, SM_COUNT, mla_works, works
+from flashinfer_on_cpu.mla_works import Merge, Work
 from reference_attention import attend_paged, gather_paged
 from series import gates, tree
 from series.model import Project
@@ -842,6 +843,401 @@ def test_trtllm_is_for_blackwell() -> None:
         kernel('decode.trtllm_batch_decode_with_kv_cache')(**call)
     with pytest.raises(ValueError, match='SM 10'):
         kernel('decode.trtllm_batch_decode_with_kv_cache')(**call, backend='trtllm-gen')
+
+
+# Latents
+
+
+# New tokens and tokens in the cache of each request.
+MIXED = [(20, 20), (5, 400), (0, 0), (1, 33), (150, 170), (3, 0)]
+ONES = [(1, 1), (1, 0), (1, 64), (1, 65), (1, 1000)]
+
+
+class Latents:
+    """Packed absorbed queries on pages of latents whose every other place is NaN."""
+
+    def __init__(
+        self,
+        requests: list[tuple[int, int]],
+        heads: int = HEADS,
+        causal: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.causal = causal
+        new, self.lengths = (torch.tensor(part, dtype=torch.int32) for part in zip(*requests))
+        counts = (self.lengths + PAGE - 1) // PAGE
+        self.starts, self.page_starts = (
+            torch.cat([part.new_zeros(1), part.cumsum(0, dtype=torch.int32)])
+            for part in (new, counts)
+        )
+        pages = int(counts.sum())
+        self.page_ids = torch.randperm(pages + 3)[:pages].to(torch.int32)
+        self.query = torch.randn(int(new.sum()), heads, 576).to(dtype)
+        self.cache = torch.full((pages + 3, PAGE, 576), math.nan, dtype=dtype)
+        self.table = torch.full((len(requests), int(counts.max()) + 2), -1, dtype=torch.int32)
+        for request, length in enumerate(self.lengths.tolist()):
+            ids = self.page_ids[self.page_starts[request] : self.page_starts[request + 1]]
+            self.table[request, : len(ids)] = ids
+            tokens = torch.full((len(ids) * PAGE, 576), math.nan)
+            tokens[:length] = torch.randn(length, 576)
+            self.cache[ids.long()] = tokens.view(-1, PAGE, 576).to(dtype)
+
+    def planned(self, backend: str = 'fa3', **changes: Any) -> Any:
+        """A wrapper with a plan."""
+        wrapper = kernel('mla.BatchMLAPagedAttentionWrapper')(
+            torch.zeros(32 * 1024 * 1024, dtype=torch.uint8), backend=backend
+        )
+        call = {
+            'qo_indptr': self.starts,
+            'kv_indptr': self.page_starts,
+            'kv_indices': self.page_ids,
+            'kv_len_arr': self.lengths,
+            'num_heads': self.query.shape[1],
+            'head_dim_ckv': 512,
+            'head_dim_kpe': 64,
+            'page_size': PAGE,
+            'causal': self.causal,
+            'sm_scale': 0.05,
+            'q_data_type': self.query.dtype,
+            'kv_data_type': self.cache.dtype,
+        }
+        wrapper.plan(**{**call, **changes})
+        return wrapper
+
+    def run(self, wrapper: Any, **options: Any) -> Any:
+        parts = (part.split([512, 64], -1) for part in (self.query, self.cache))
+        return wrapper.run(*(each for pair in parts for each in pair), **options)
+
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """Output, and log-sum-exp to base 2 `(rows, heads)`."""
+        cache = self.cache.unsqueeze(2)
+        output, lse = attend_paged(
+            self.query.float(),
+            cache,
+            cache[..., :512],
+            query_starts=self.starts,
+            key_lengths=self.lengths,
+            block_table=self.table,
+            scale=0.05,
+            causal=self.causal,
+        )
+        empty = self.lengths.repeat_interleave(self.starts.diff()) == 0
+        return output, (lse.T / math.log(2)).masked_fill(empty[:, None], -math.inf)
+
+    def check(self, results: tuple[Tensor, Tensor]) -> None:
+        """Equal but for two roundings, of partial results and of the output."""
+        output, lse = self.wanted()
+        torch.testing.assert_close(results[0].float(), output, rtol=1e-2, atol=5e-3)
+        torch.testing.assert_close(results[1], lse, rtol=1e-4, atol=1e-4)
+
+
+def read_plan(wrapper: Any) -> mla_works.Plan:
+    return mla_works.read(
+        wrapper._int_workspace_buffer, wrapper._plan_info, multiprocessors=SM_COUNT
+    )
+
+
+def set_plan(
+    wrapper: Any, dealt: list[list[Work]], merges: list[Merge] | None = None, ctas: int = 1
+) -> None:
+    """Write a plan as a caller may: arrays as long as need be, in a workspace as large as need be."""
+    idle = [Merge(0, 0, 0, 0, 0)] * (ctas * len(dealt) - len(merges or []))
+    works_of = [list(part) for part in zip(*(work for part in dealt for work in part))]
+    ends = [sum(map(len, dealt[:count])) for count in range(len(dealt) + 1)]
+    merges_of = [list(part) for part in zip(*(merges or []), *idle)]
+    arrays = [ends, *merges_of, *works_of]
+    places = [16 + 4 * sum(map(len, arrays[:count])) for count in range(len(arrays))]
+    wrapper._int_workspace_buffer = torch.tensor(
+        [-1] * 4 + [number for array in arrays for number in array], dtype=torch.int32
+    ).view(torch.uint8)
+    wrapper._plan_info = [
+        *(ctas, len(dealt), *places[6:9], *places[1:6], *places[9:], places[0]),
+        *(1024, 1024 + 16 * 1024 * 1024),
+    ]
+    wrapper._pin_memory_int_workspace_buffer = None
+
+
+@pytest.mark.parametrize('backend', ['fa2', 'fa3'])
+@pytest.mark.parametrize('requests', [MIXED, ONES], ids=['mixed', 'ones'])
+@pytest.mark.parametrize('heads', [1, 4, 64, 128])
+@pytest.mark.parametrize('causal', [True, False])
+def test_mla_is_the_reference(
+    backend: str, requests: list[tuple[int, int]], heads: int, causal: bool
+) -> None:
+    batch = Latents(requests, heads, causal)
+    wrapper = batch.planned(backend)
+    plan_ = read_plan(wrapper)
+    assert plan_.ctas == (2 if heads * len(batch.query) // len(requests) > 64 else 1)
+    # Of so many tiles, each is short beside a cluster's share.
+    assert plan_.merges or (heads, requests) == (128, MIXED)
+    batch.check(batch.run(wrapper, return_lse=True))
+
+
+def test_mla_of_float16_rounds_to_it() -> None:
+    batch = Latents(MIXED, dtype=torch.float16)
+    output, lse = batch.run(batch.planned(), return_lse=True)
+    assert output.dtype == torch.float16
+    batch.check((output, lse))
+
+
+def test_mla_plan_lies_as_the_kernel_finds_it() -> None:
+    # 2 queries of 4 heads on 100 keys: a limit of 32 keys gives 4 works, and 3 merges of 3 pairs.
+    batch = Latents([(1, 20), (2, 100)])
+    wrapper = batch.planned()
+    numbers, room, merges = wrapper._plan_info, 4 * 16384, 4 * 132
+    assert numbers[:2] == [1, 132]
+    assert numbers[2:6] == [0, room, 2 * room, 3 * room]
+    assert numbers[6:11] == [3 * room + count * merges for count in range(1, 6)]
+    assert numbers[11:16] == [numbers[10] + count * room for count in range(1, 6)]
+    assert numbers[16:] == [0, 2 * 132 * 64 * 1024]
+    found = read_plan(wrapper)
+    assert [len(part) for part in found.dealt] == [1] * 5 + [0] * 127
+    assert found.works[0] == Work(0, 0, -1, 1, 20, 0, 0, 20)
+    assert found.works[1:] == [
+        Work(1, 2, 8 * number, 2, 100, 0, 32 * number, min(32 * number + 32, 100))
+        for number in range(4)
+    ]
+    assert found.merges == [Merge(4, 7, 0, 32, 8), Merge(7, 10, 3, 32, 8), Merge(10, 12, 6, 32, 8)]
+
+
+def test_mla_gives_the_same_from_split_keys_as_from_whole_ones() -> None:
+    batch = Latents([(1, 1000), (40, 700)], heads=16)
+    wrapper = batch.planned()
+    split, plan_ = batch.run(wrapper, return_lse=True), read_plan(wrapper)
+    assert plan_.ctas == 2 and len(plan_.merges) > 6
+    last = {
+        (work.query_start, work.pair): work for work in sorted(plan_.works, key=lambda w: w.key_end)
+    }
+    whole = [work._replace(partial_start=-1, key_start=0) for work in last.values()]
+    set_plan(wrapper, [whole[::2], whole[1::2]], ctas=2)
+    output, lse = batch.run(wrapper, return_lse=True)
+    batch.check((output, lse))
+    torch.testing.assert_close(split[0].float(), output.float(), rtol=1e-2, atol=5e-3)
+    torch.testing.assert_close(split[1], lse, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(split[0], output)
+
+
+@pytest.fixture
+def thirds() -> tuple[Latents, Any, list[list[Work]], list[Merge]]:
+    """A hand-made plan of three clusters, of which each has a third of 300 keys of 10 pairs, and
+    the first another request; two thread blocks merge.
+    """
+    batch = Latents([(1, 64), (5, 300)], heads=2)
+    place = Work(1, 4, 0, 5, 300, 0, 0, 64)
+    dealt = [
+        [place._replace(partial_start=25), Work(0, 0, -1, 1, 64, 0, 0, 64)],
+        [place._replace(partial_start=5, key_start=64, key_end=256)],
+        # And one of no queries behind the last, as of padding.
+        [
+            place._replace(partial_start=15, key_start=256, key_end=300),
+            Work(6, 0, -1, 0, 0, 64, 0, 0),
+        ],
+    ]
+    merges = [Merge(2, 8, 5, 35, 10), Merge(8, 12, 11, 35, 10)]
+    wrapper = batch.planned()
+    set_plan(wrapper, dealt, merges)
+    return batch, wrapper, dealt, merges
+
+
+def test_mla_merges_a_work_cut_in_three(
+    thirds: tuple[Latents, Any, list[list[Work]], list[Merge]],
+) -> None:
+    batch, wrapper, dealt, merges = thirds
+    wrapper._float_workspace_buffer.fill_(255)  # NaN
+    batch.check(batch.run(wrapper, return_lse=True))
+    scratch = wrapper._float_workspace_buffer[slice(*wrapper._plan_info[16:])]
+    written = scratch.view(torch.bfloat16).view(-1, 512).isfinite().all(-1)
+    assert written.nonzero().flatten().tolist() == list(range(5, 35))
+
+    # Rows that no work and no merge writes stay, as do those whose merge lacks a part.
+    set_plan(wrapper, [dealt[0][:1], *dealt[1:]], [merges[0]._replace(partial_end=25)])
+    out = torch.full((6, 2, 512), 7, dtype=torch.bfloat16)
+    batch.run(wrapper, out=out)
+    assert (out[0] == 7).all() and (out[4:] == 7).all()
+    two, wanted = out[1:4].clone().view(6, 512), batch.wanted()[0][1:4].reshape(6, 512)
+    assert not torch.isclose(two.float(), wanted, rtol=1e-2, atol=5e-3).all(-1).any()
+    # The last part may be of some rows only.
+    set_plan(wrapper, dealt, [merges[0]._replace(partial_end=28)])
+    batch.run(wrapper, out=out)
+    some = out[1:4].view(6, 512)
+    torch.testing.assert_close(some[:3].float(), wanted[:3], rtol=1e-2, atol=5e-3)
+    assert torch.equal(some[3:], two[3:])
+
+
+def test_mla_merges_parts_without_keys() -> None:
+    batch = Latents([(3, 66)], heads=2)
+    wrapper = batch.planned()
+    place = Work(0, 0, 0, 3, 66, 0, 0, 64)
+    # The first query does not see key 65, the last part is of none.
+    parts = [place, place._replace(partial_start=6, key_start=64, key_end=66),
+             place._replace(partial_start=12, key_start=128, key_end=66)]  # fmt: skip
+    set_plan(wrapper, [parts], [Merge(0, 6, 0, 18, 6)])
+    batch.check(batch.run(wrapper, return_lse=True))
+    set_plan(wrapper, [parts[2:]], [Merge(0, 6, 12, 18, 6)])
+    output, lse = batch.run(wrapper, return_lse=True)
+    assert not output.any() and torch.equal(lse, torch.full_like(lse, -5e4))
+
+
+def test_mla_bounds_keys_as_the_kernel_does() -> None:
+    # The first tile, 64 of 66 pairs of 3 heads, ends within query 21, whose own key, the 65th, is the
+    # next tile's first.
+    batch = Latents([(22, 65)], heads=3)
+    wrapper = batch.planned()
+    place = Work(0, 0, -1, 22, 65, 0, 0, 65)
+    batch.check(batch.run(wrapper, return_lse=True))
+    wanted = batch.wanted()[0].view(66, 512)
+    parts = [place._replace(partial_start=0, key_end=64),
+             place._replace(partial_start=64, key_start=64)]  # fmt: skip
+    for works_, merges in ([place], []), (parts, [Merge(0, 64, 0, 128, 64)]):
+        set_plan(wrapper, [[*works_, place._replace(pair=64)]], merges)
+        output = batch.run(wrapper).float().view(66, 512)
+        torch.testing.assert_close(output[:63], wanted[:63], rtol=1e-2, atol=5e-3)
+        torch.testing.assert_close(output[64:], wanted[64:], rtol=1e-2, atol=5e-3)
+        assert not torch.allclose(output[63], wanted[63], rtol=1e-2, atol=5e-3)
+
+
+def test_mla_takes_a_block_table_for_page_ids() -> None:
+    batch = Latents(MIXED)
+    wrapper = batch.planned()
+    width = batch.table.shape[1]
+    rows = {int(start): row * width for row, start in enumerate(batch.page_starts[:-1])}
+    found = read_plan(wrapper)
+    dealt = [[work._replace(page_start=rows[work.page_start]) for work in part]
+             for part in found.dealt]  # fmt: skip
+    set_plan(wrapper, dealt, list(found.merges), found.ctas)
+    assert (batch.table == -1).any()
+    for table in (batch.table, batch.table.flatten()):
+        wrapper._kv_indices_buf = table
+        batch.check(batch.run(wrapper, return_lse=True))
+    # An id of a page that is needed.
+    batch.table[4, 10] = -1
+    with pytest.raises(IndexError, match='block table'):
+        batch.run(wrapper)
+    wrapper._kv_indices_buf = batch.table.T
+    with pytest.raises(ValueError, match='page ids'):
+        batch.run(wrapper)
+
+
+@pytest.mark.parametrize(
+    ('places', 'size', 'error'),
+    [
+        ((1024, 1024 + 36 * 1024), 1024 + 36 * 1024 + 4 * 35, None),
+        ((1024, 1024 + 36 * 1024), 1024 + 36 * 1024 + 4 * 35 - 4, IndexError),
+        ((1024, 0), 1024 + 35 * 1024, None),
+        ((1024, 0), 1024 + 35 * 1024 - 16, IndexError),
+        ((-1024, 64 * 1024), 1024 * 1024, IndexError),
+        ((1024, 1024 + 34 * 1024), 1024 * 1024, ValueError),
+        ((8, 64 * 1024), 1024 * 1024, ValueError),
+    ],
+)
+def test_mla_refuses_partial_rows_beyond_the_float_workspace(
+    thirds: tuple[Latents, Any, list[list[Work]], list[Merge]],
+    places: tuple[int, int],
+    size: int,
+    error: type[Exception] | None,
+) -> None:
+    batch, wrapper, _, _ = thirds
+    wrapper._float_workspace_buffer = torch.zeros(size, dtype=torch.uint8)
+    wrapper._plan_info[16:] = places
+    if error is None:
+        batch.check(batch.run(wrapper, return_lse=True))
+    else:
+        with pytest.raises(error):
+            batch.run(wrapper)
+
+
+@pytest.mark.parametrize(
+    ('change', 'error'),
+    [
+        ({'query_start': 2}, IndexError),
+        ({'query_start': -1}, IndexError),
+        ({'page_start': -1}, IndexError),
+        ({'page_start': 20}, IndexError),
+        ({'pair': -1}, IndexError),
+        ({'key_start': -64}, IndexError),
+        ({'key_end': 301}, IndexError),
+        ({'partial_start': -2}, IndexError),
+        ({'key_start': 32}, ValueError),
+        ({'keys': 4, 'key_end': 4}, ValueError),
+        ({'partial_start': 24}, ValueError),
+        ({'partial_start': 26}, ValueError),
+        ({'partial_start': -1}, IndexError),
+    ],
+)
+def test_mla_notices_a_work_out_of_bounds_or_in_anothers_place(
+    thirds: tuple[Latents, Any, list[list[Work]], list[Merge]],
+    change: dict[str, int],
+    error: type[Exception],
+) -> None:
+    batch, wrapper, dealt, merges = thirds
+    changed = dealt[0][0]._replace(key_end=100)._replace(**change)
+    set_plan(wrapper, [[changed, *dealt[0][1:]], *dealt[1:]], merges)
+    with pytest.raises(error):
+        batch.run(wrapper)
+
+
+@pytest.mark.parametrize(
+    ('change', 'error'),
+    [
+        ({'partial_start': -1}, IndexError),
+        ({'partial_end': 36}, IndexError),
+        ({'start': 9, 'end': 13}, IndexError),
+        ({'start': -1}, IndexError),
+        ({'partial_start': 4}, ValueError),
+        ({'stride': 0}, ValueError),
+        ({'end': 7}, ValueError),
+        ({'start': 7, 'partial_start': 10}, ValueError),
+    ],
+)
+def test_mla_notices_a_merge_out_of_bounds_or_in_anothers_place(
+    thirds: tuple[Latents, Any, list[list[Work]], list[Merge]],
+    change: dict[str, int],
+    error: type[Exception],
+) -> None:
+    batch, wrapper, dealt, merges = thirds
+    set_plan(wrapper, dealt, [merges[0], merges[1]._replace(**change)])
+    with pytest.raises(error):
+        batch.run(wrapper)
+
+
+def test_mla_notices_a_plan_that_is_none() -> None:
+    batch = Latents(ONES)
+    wrapper = batch.planned()
+    right, out = list(wrapper._plan_info), torch.full((5, 4, 512), 7, dtype=torch.bfloat16)
+    for number, value, error in ((0, 3, ValueError), (1, 133, ValueError), (0, 2, ValueError),
+                                 (4, 8 * 1024 * 1024, IndexError), (7, -4, IndexError)):  # fmt: skip
+        wrapper._plan_info = [*right[:number], value, *right[number + 1 :]]
+        with pytest.raises(error):
+            batch.run(wrapper)
+    wrapper._plan_info = right[:17]
+    with pytest.raises(ValueError, match='a plan of 17 numbers'):
+        batch.run(wrapper)
+    # Nothing was ever planned in this workspace.
+    wrapper._plan_info = right
+    wrapper._int_workspace_buffer = torch.full_like(wrapper._int_workspace_buffer, 255)
+    batch.run(wrapper, out=out)
+    assert (out == 7).all()
+    wrapper._pin_memory_int_workspace_buffer = None
+    with pytest.raises(ValueError, match='nowhere to write'):
+        wrapper.plan(batch.starts, batch.page_starts, batch.page_ids, batch.lengths, 4, 512, 64,
+                     PAGE, True, 0.05, torch.bfloat16, torch.bfloat16)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'head_dim_ckv': 256},
+        {'head_dim_kpe': 0},
+        {'page_size': 8},
+        {'kv_data_type': torch.float16},
+        {'qo_indptr': torch.zeros(6, dtype=torch.int64)},
+        {'kv_indices': torch.zeros(9, dtype=torch.int32)},
+        {'num_heads': 2**20},
+    ],
+)
+def test_mla_plans_nothing_that_it_would_read_wrongly(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Latents(ONES).planned(**change)
 
 
 # All kernels

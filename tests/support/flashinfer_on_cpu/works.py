@@ -116,7 +116,7 @@ def read(workspace: Tensor, plan: Sequence[int], *, ctas: int) -> list[Work]:
     Raises:
         IndexError: an array reaches beyond the workspace, or begins before it.
     """
-    stretches = _read(workspace, plan[6], ctas + 1)
+    stretches = read_array(workspace, plan[6], ctas + 1)
     numbers = [
         number for cta in range(ctas) for number in range(stretches[cta], stretches[cta + 1])
     ]
@@ -125,11 +125,16 @@ def read(workspace: Tensor, plan: Sequence[int], *, ctas: int) -> list[Work]:
     if min(numbers) < 0:
         raise IndexError(f'work {min(numbers)}')
     places = (*plan[:6], plan[7])
-    arrays = [_read(workspace, place, max(numbers) + 1) for place in places]
+    arrays = [read_array(workspace, place, max(numbers) + 1) for place in places]
     return [Work(*(array[number] for array in arrays)) for number in numbers]
 
 
-def _read(workspace: Tensor, offset: int, count: int) -> list[int]:
+def read_array(workspace: Tensor, offset: int, count: int) -> list[int]:
+    """`count` numbers, int32, from byte `offset` on.
+
+    Raises:
+        IndexError: they are not all in the workspace.
+    """
     part = workspace[offset : offset + 4 * count]
     if offset < 0 or part.numel() != 4 * count:
         raise IndexError(f'{count} numbers at byte {offset} of {workspace.numel()}')

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashinfer_on_cpu import mla_works
 from flashinfer_on_cpu.calls import stands_in
-from flashinfer_on_cpu.paged import base_2, gather, require, require_like, use_as_scratch
-from reference_attention import attend
+from flashinfer_on_cpu.mla_works import TILE, Merge, Plan, Work
+from flashinfer_on_cpu.paged import gather, require, require_like, use_as_scratch
 
-_TILE = 64
-"""Pairs of query and head that a thread block takes, and keys that it takes at a time."""
-_MAX_WORKS = 16384
-_FIELDS = 7
-"""Numbers of a work: first row, first page id, queries, keys, first pair, first key, last key."""
+_NO_KEY = -5e4
+"""The kernel's minus infinity, which a merge gives as log-sum-exp where there is no key."""
 
 
 def _multiprocessors() -> int:
@@ -26,9 +23,10 @@ def _multiprocessors() -> int:
 class BatchMLAPagedAttentionWrapper:
     """Absorbed attention of packed queries on a paged cache of latents.
 
-    `run` computes from the works that lie in the int workspace, and from the page ids, and leaves
-    alone rows that no work has. Like the real kernel's, a work's keys end short of its last query's
-    where a tile, but a row's last, ends between two heads of one query.
+    `run` computes from the plan that lies in the int workspace, and from the page ids, leaves
+    partial results in the float workspace, and leaves alone rows that no work or merge writes. Like
+    the real kernel's, a work's keys end short of its last query's where a tile, but a request's
+    last, ends between two heads of one query.
     """
 
     @stands_in('use_cuda_graph')
@@ -52,10 +50,12 @@ class BatchMLAPagedAttentionWrapper:
         self._backend = backend
         self._float_workspace_buffer = float_workspace_buffer
         # All -1, so that what no plan wrote is no work.
-        self._int_workspace_buffer = torch.full(
+        self._int_workspace_buffer: Tensor = torch.full(
             (8 * 1024 * 1024,), 255, dtype=torch.uint8, device=self.device
         )
-        self._pin_memory_int_workspace_buffer = torch.empty_like(self._int_workspace_buffer)
+        self._pin_memory_int_workspace_buffer: Tensor | None = torch.full_like(
+            self._int_workspace_buffer, 255, device='cpu'
+        )
         self._plan_info: list[int] | None = None
 
     @stands_in('use_profiler')
@@ -104,30 +104,22 @@ class BatchMLAPagedAttentionWrapper:
         require(kv_indptr.diff().tolist() == pages, 'kv_indptr does not fit the lengths')
         require(len(kv_indices) >= page_starts[-1], 'too few page ids')
 
-        pairs = [(end - start) * num_heads for start, end in zip(starts[:-1], starts[1:])]
-        ctas = 2 if sum(pairs) // num_requests > _TILE else 1
-        tile = ctas * _TILE
-        works: list[int] = []
-        for request, count in enumerate(pairs):
-            tiles = math.ceil(count / tile)
-            for number in range(tiles):
-                queries, end = count // num_heads, lengths[request]
-                if causal and number + 1 < tiles:
-                    bound = math.ceil((number + 1) * tile / num_heads)
-                    end = max(min(end - queries + bound, end), 0)
-                works += [starts[request], page_starts[request], queries, lengths[request]]
-                works += [number * tile, 0, end]
-        require(len(works) <= _FIELDS * _MAX_WORKS, f'more works than {_MAX_WORKS}')
-        clusters = _multiprocessors() // ctas
-        scratch = 2 * clusters * tile * (2 * head_dim_ckv + 4)
+        plan = mla_works.make(
+            starts,
+            page_starts,
+            lengths,
+            num_heads=num_heads,
+            causal=causal,
+            multiprocessors=_multiprocessors(),
+        )
+        scratch = plan.partial_rows * (mla_works.ROW_BYTES + 4)
         require(self._float_workspace_buffer.nbytes >= scratch, f'less than {scratch} bytes')
-
-        header = torch.tensor([len(works) // _FIELDS, *works], dtype=torch.int32)
-        pinned = self._pin_memory_int_workspace_buffer[: header.nbytes].view(torch.int32)
-        pinned.copy_(header)
-        self._int_workspace_buffer[: header.nbytes].view(torch.int32).copy_(pinned)
+        pinned = self._pin_memory_int_workspace_buffer
+        require(pinned is not None, 'there is nowhere to write a plan')
+        assert pinned is not None
+        self._plan_info, size = mla_works.write(pinned, plan, multiprocessors=_multiprocessors())
+        self._int_workspace_buffer[:size].copy_(pinned[:size])
         self._kv_indices_buf = kv_indices.to(self.device)
-        self._plan_info = [ctas, clusters]
         self._num_heads, self._page_size = num_heads, page_size
         self._causal, self._sm_scale = causal, sm_scale
         self._dims = head_dim_ckv, head_dim_kpe
@@ -194,61 +186,143 @@ class BatchMLAPagedAttentionWrapper:
             lse = q_nope.new_empty((rows, heads), dtype=torch.float32)
         require_like(lse, 'lse', (rows, heads), torch.float32)
 
-        query = torch.cat((q_nope, q_pe), -1).float()
-        caches = tuple(cache.unsqueeze(2) for cache in (ckv_cache, kpe_cache))
-        tile = self._plan_info[0] * _TILE
-        for work in self._works():
-            first, page, queries, keys, pair, key_start, key_end = work
-            if not 0 <= first <= first + queries <= rows or page < 0:
-                raise IndexError(f'{work} for {rows} rows')
-            latents, rotary = gather((caches[0], caches[1]), self._kv_indices_buf[page:], keys)
-            bound = keys
-            if self._causal and pair + tile < queries * heads:
-                bound = keys - queries + (pair + tile) // heads
-            seen = min(math.ceil(min(key_end, max(bound, 0)) / _TILE) * _TILE, key_end)
-            require(key_start == 0, 'keys are not split here')
-            start, stop = pair // heads, math.ceil(min(pair + tile, queries * heads) / heads)
-            # The last query is at the last key.
-            result, result_lse = self._attend(
-                query[first + start : first + stop],
-                latents[: max(keys - queries + stop, 0)],
-                rotary[: max(keys - queries + stop, 0)],
-                seen,
-            )
-            pairs = slice(pair - start * heads, min(pair + tile, queries * heads) - start * heads)
-            rows_of = slice(first + start, first + stop)
-            out[rows_of].view(-1, out.shape[-1])[pairs] = result.flatten(0, 1)[pairs].to(out.dtype)
-            lse[rows_of].view(-1)[pairs] = result_lse.flatten()[pairs]
+        page_ids = self._kv_indices_buf
+        require_like(page_ids, 'page ids', tuple(page_ids.shape), torch.int32)
+        plan = mla_works.read(
+            self._int_workspace_buffer, self._plan_info, multiprocessors=_multiprocessors()
+        )
+        query = torch.cat((q_nope, q_pe), -1).float().flatten(0, 1)
+        final = _Results(out.view(-1, out.shape[-1]), lse.view(-1))
+        partial = self._partial_results(plan)
+        caches = ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)
+        for work in plan.works:
+            self._check(work, rows)
+            first = work.query_start * heads + work.pair
+            count = self._pairs(work, plan.tile)
+            if not count:
+                continue
+            result = self._attend(work, plan.tile, query[first : first + count], caches)
+            if work.partial_start < 0:
+                final.write(first, *result)
+            else:
+                partial.write(work.partial_start, *result)
+        for merge in plan.merges:
+            final.write(merge.start, *partial.merged(merge))
         use_as_scratch(self._float_workspace_buffer)
         return (out, lse) if return_lse else out
 
-    def _works(self) -> list[list[int]]:
-        plan: Any = self._int_workspace_buffer.view(torch.int32)
-        count = int(plan[0])
-        require(0 <= count <= _MAX_WORKS, f'{count} works')
-        works: list[list[int]] = plan[1 : 1 + _FIELDS * count].view(count, _FIELDS).tolist()
-        return works
+    def _pairs(self, work: Work, tile: int) -> int:
+        return max(min(tile, work.queries * self._num_heads - work.pair), 0)
+
+    def _check(self, work: Work, rows: int) -> None:
+        if not (
+            0 <= work.query_start <= work.query_start + work.queries <= rows
+            and work.page_start >= 0 <= work.pair
+            and work.key_start >= 0 <= work.key_end <= work.keys
+        ):
+            raise IndexError(f'{work} for {rows} rows')
+        # The kernel counts tiles as if the first were whole, and masks only those that it takes for
+        # the last.
+        start = work.key_start // TILE * TILE
+        if start < work.key_start and start + TILE < work.key_end:
+            raise ValueError(f'{work} starts within a tile')
+        if self._causal and 0 < work.keys < work.queries:
+            raise ValueError(f'{work} has more queries than keys')
+
+    def _partial_results(self, plan: Plan) -> _Results:
+        """Those in the float workspace, up to the last row that a work of `plan` writes."""
+        assert self._plan_info is not None
+        works = [work for work in plan.works if work.partial_start != -1]
+        if any(work.partial_start < 0 for work in works):
+            raise IndexError('partial results before the first')
+        rows = max((work.partial_start + self._pairs(work, plan.tile) for work in works), default=0)
+        output, lse = self._plan_info[16:]
+        ends = output + rows * mla_works.ROW_BYTES, lse + 4 * rows
+        workspace = self._float_workspace_buffer.view(torch.uint8)
+        if not (output >= 0 <= lse and max(ends) <= workspace.numel()):
+            raise IndexError(f'{rows} rows at {output} and {lse} of {workspace.numel()} bytes')
+        require(not output % 16 and not lse % 4, 'partial results must be aligned')
+        require(ends[0] <= lse or ends[1] <= output, 'partial results overlap')
+        return _Results(
+            workspace[output : ends[0]].view(self._q_data_type).view(rows, self._dims[0]),
+            workspace[lse : ends[1]].view(torch.float32),
+        )
 
     def _attend(
-        self, query: Tensor, latents: Tensor, rotary: Tensor, seen: int
+        self, work: Work, tile: int, query: Tensor, caches: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Attention to the first `seen` keys at most, as `causal` says."""
-        keys = torch.cat((latents, rotary), -1)
-        if not self._causal:
-            output, lse = attend(
-                query, keys[:seen], latents[:seen], scale=self._sm_scale, causal=False
-            )
-            return output, base_2(lse)
-        first = len(keys) - len(query)
-        if seen >= len(keys):
-            output, lse = attend(query, keys, latents, scale=self._sm_scale)
-            return output, base_2(lse)
-        outputs, lses = [], []
-        for row in range(len(query)):
-            end = max(min(first + row + 1, seen), 0)
-            output, lse = attend(
-                query[row : row + 1], keys[:end], latents[:end], scale=self._sm_scale, causal=False
-            )
-            outputs.append(output)
-            lses.append(base_2(lse))
-        return torch.cat(outputs), torch.cat(lses)
+        """A work's output and its log-sum-exp to base 2, float32 `(pairs, 512)` and `(pairs,)`.
+
+        Args:
+            query: float32 `(pairs, 576)`.
+        """
+        bound = work.key_end
+        if self._causal:
+            end_query = (work.pair + tile) // self._num_heads
+            bound = min(bound, work.keys - work.queries + end_query)
+        tiles = math.ceil(bound / TILE) - work.key_start // TILE
+        if tiles <= 0 or work.key_end <= work.key_start:
+            none = query.new_full((len(query),), -math.inf)
+            return query.new_zeros(len(query), self._dims[0]), none
+        # Whole tiles are read, but for what is behind the request's last key.
+        last = min(work.key_start + tiles * TILE, work.keys)
+        page, offset = divmod(work.key_start, self._page_size)
+        ids = self._kv_indices_buf.view(-1)[work.page_start + page :]
+        latents, rotary = (
+            part[offset:, 0] for part in gather(caches, ids, last - page * self._page_size)
+        )
+        position = torch.arange(work.key_start, last)
+        seen = (position < work.key_end).expand(len(query), -1)
+        if self._causal:
+            # The last query is at the last key.
+            own = torch.arange(work.pair, work.pair + len(query)) // self._num_heads
+            seen = seen & (position <= own[:, None] + work.keys - work.queries)
+        scores = query @ torch.cat((latents, rotary), -1).T * self._sm_scale
+        scores.masked_fill_(~seen, -math.inf)
+        lse = scores.logsumexp(-1)
+        # Where no key is seen, weights are 0, and not NaN.
+        weights = (scores - lse.clamp(min=_NO_KEY)[:, None]).exp()
+        return weights @ latents, lse / math.log(2)
+
+
+class _Results:
+    """Rows of output and log-sum-exp, of which each is written once at most."""
+
+    def __init__(self, output: Tensor, lse: Tensor) -> None:
+        self._output, self._lse = output, lse
+        self._written = torch.zeros(len(lse), dtype=torch.bool)
+
+    def write(self, first: int, output: Tensor, lse: Tensor) -> None:
+        """Round and write rows from `first` on."""
+        rows = slice(first, first + len(lse))
+        if not 0 <= rows.start <= rows.stop <= len(self._lse):
+            raise IndexError(f'{rows} of {len(self._lse)}')
+        if self._written[rows].any():
+            raise ValueError(f'{rows} are written twice')
+        self._written[rows] = True
+        self._output[rows] = output.to(self._output.dtype)
+        self._lse[rows] = lse
+
+    def merged(self, merge: Merge) -> tuple[Tensor, Tensor]:
+        """Rows put together, by their log-sum-exp to base 2, from those that are here.
+
+        Raises:
+            IndexError: a row is not here.
+            ValueError: no one wrote it, or the merge would never end.
+        """
+        require(merge.start < merge.end and merge.stride > 0, f'{merge} does not end')
+        first, end = merge.partial_start, merge.partial_end
+        if not 0 <= first <= end <= len(self._lse):
+            raise IndexError(f'{merge} of {len(self._lse)} partial results')
+        own = torch.arange(merge.end - merge.start)[:, None]
+        row = first + own + torch.arange(0, end - first, merge.stride)
+        # The last part need not be there for all rows.
+        beyond = row >= end
+        row = row.clamp(max=len(self._lse) - 1)
+        require(bool((self._written[row] | beyond).all()), f'{merge} of rows that no work writes')
+        parts = self._lse[row].masked_fill(beyond, -math.inf)
+        lse = (parts * math.log(2)).logsumexp(-1) / math.log(2)
+        lse = lse.clamp(min=_NO_KEY)
+        output = self._output[row].float().masked_fill(beyond.unsqueeze(-1), 0)
+        weights = (parts - lse[:, None]).exp2()
+        return (weights.unsqueeze(1) @ output).squeeze(1), lse
