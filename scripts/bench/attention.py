@@ -254,7 +254,7 @@ class Case:
         )
 
     def _new(self) -> Tensor | None:
-        """What each layer appends, `(layers, 2, tokens, 1, kv_heads, head_dim)`, if it prefills."""
+        """What each layer appends, `(layers, parts, tokens, 1, *token_shape)`, if it prefills."""
         if not self.batch.prefill:
             return None
         blocks, positions = [], []
@@ -265,7 +265,10 @@ class Case:
         place = torch.cat(blocks).cuda(), torch.cat(positions).cuda()
         layers = (self.spec.layer_views(self.storage, layer) for layer in range(self.layers))
         return torch.stack(
-            [torch.stack([part[place] for part in layer]).unsqueeze(2) for layer in layers]
+            [
+                torch.stack([part[place] for part in layer if part is not None]).unsqueeze(2)
+                for layer in layers
+            ]
         )
 
     def flashinfer(self, layer: int) -> Tensor:
@@ -293,6 +296,10 @@ class Case:
             view.mha_block_table,
             not self.batch.prefill,
         )
+
+    def operations(self) -> int:
+        """Floating-point operations of a layer by FlashInfer's path."""
+        return self.batch.operations(self.heads)
 
     def calls(self) -> dict[str, timing.Call]:
         """What is timed; `flashinfer` is FlashInfer's path, `flash` upstream's."""
@@ -370,7 +377,7 @@ def measured(shape: str, phase: str, name: str, case: Case) -> dict[str, Any]:
         batch=name,
         us=case.measure(),
         bytes=case.batch.bytes_read(case.heads),
-        operations=case.batch.operations(case.heads),
+        operations=case.operations(),
     )
 
 

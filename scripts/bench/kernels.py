@@ -5,7 +5,8 @@ r"""Kernels on a GPU: append, decode, prefill and mixed attention of one layer.
     python scripts/bench/kernels.py --base /tmp/base \
         --stage2 .series/trees/core_r0.19.0-stage2 --out docs/benchmarks
 
-Needs a GPU, FlashInfer and a FlashAttention. Writes kernels.json, kernels.md and kernels.png (with
+Needs a GPU, FlashInfer and a FlashAttention. `--part` may be repeated; parts that were measured
+before and are not named stay in the results. Writes kernels.json, kernels.md and kernels.png (with
 matplotlib) and exits with 1 where a goal is missed. With `--render` it measures nothing and writes
 the others anew from the kernels.json in the folder.
 """
@@ -15,6 +16,7 @@ import functools
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ PREFILL_RATIO, MIXED_RATIO = 1.15, 1.25
 OF_READ, OF_MATRIX, OF_COPY = 0.90, 0.60, 0.85
 LARGE_APPEND_TOKENS = 16384
 LATENT_PATHS = ("flashinfer", "fa2", "flash")
+PARTS = ("append", "attention", "latents", "padding")
 
 
 def ceilings() -> dict[str, float]:
@@ -88,16 +91,21 @@ def wanted_ratio(row: dict[str, Any]) -> float:
 def misses(result: dict[str, Any]) -> list[str]:
     """The goals that were missed, in words."""
     missed = []
-    for row in result["attention"] + result["latents"]:
+    of_attention = [
+        (row, result[part]["ceilings"])
+        for part in ("attention", "latents")
+        for row in result[part]["rows"]
+    ]
+    for row, card in of_attention:
         case = f"{row['phase']} {row['batch']}, {row['shape']}"
         if (found := ratio(row)) < (wanted := wanted_ratio(row)):
             missed.append(f"{case}: {found:.2f} times as fast as FlashAttention, not {wanted}")
-        share = of_ceiling(row, result["ceilings"])
+        share = of_ceiling(row, card)
         if row["phase"] == "decode" and row["bytes"] >= LARGE_BYTES and share < OF_READ:
             missed.append(f"{case}: {share:.0%} of what the card does")
         if row["batch"] == "1 x 8192" and row["phase"] == "prefill" and share < OF_MATRIX:
             missed.append(f"{case}: {share:.0%} of the matrix rate")
-    for row in result["append"]:
+    for row in result["append"]["rows"]:
         case = f"append of {row['tokens']} tokens, {row['shape']}"
         if row["tokens"] <= append.DECODE_TOKENS and (row["ratio"] or 0) > 1.01:
             missed.append(f"{case}: {row['ratio']:.2f} of the base's time")
@@ -106,17 +114,29 @@ def misses(result: dict[str, Any]) -> list[str]:
     return missed
 
 
+def measured_on(part: dict[str, Any]) -> list[str]:
+    """What a part was measured on, and what the card did in the same run."""
+    card, where = part["ceilings"], part["environment"]
+    return [
+        *report.table(list(where), [list(where.values())]),
+        "",
+        f"In the same run the card reads {card['read'] / 1e12:.2f} TB/s (a sum over 4 GiB), copies"
+        f" {card['copy'] / 1e12:.2f} TB/s (bytes read",
+        f"and written) and multiplies {card['matrix'] / 1e12:.0f} TFLOP/s (bf16, {MATRIX} cubed).",
+        "",
+    ]
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The results as tables."""
-    card = result["ceilings"]
     lines = [
-        *report.head("Kernels on a GPU", "kernels.py", __doc__, result["environment"]),
+        *report.head("Kernels on a GPU", "kernels.py", __doc__, {}),
         "Device time of one layer in bf16, blocks of 256 tokens, in CUDA graphs over many layers with the",
-        "L2 cache flushed. `ratio` is FlashAttention's time over FlashInfer's. In the same run the card",
-        f"reads {card['read'] / 1e12:.2f} TB/s (a sum over 4 GiB), copies {card['copy'] / 1e12:.2f} TB/s"
-        f" (bytes read and written) and",
-        f"multiplies {card['matrix'] / 1e12:.0f} TFLOP/s (bf16, {MATRIX} cubed).",
+        "L2 cache flushed. `ratio` is FlashAttention's time over FlashInfer's. `step µs` is what deriving",
+        "the step takes on the device, `host µs` what preparing it takes on the host, each once for all",
+        "layers.",
         "",
+        *measured_on(result["attention"]),
         "![Decode and prefill beside FlashAttention](kernels.png)",
     ]
     for phase, share in (
@@ -131,12 +151,12 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{row['us']['flashinfer']:.1f}",
                 f"{row['us']['flash']:.1f}",
                 f"{ratio(row):.2f}",
-                f"{of_ceiling(row, card):.0%}",
-                f"{of_ceiling(row, card, 'flash'):.0%}",
+                f"{of_ceiling(row, result['attention']['ceilings']):.0%}",
+                f"{of_ceiling(row, result['attention']['ceilings'], 'flash'):.0%}",
                 f"{row['us']['derive']:.1f}",
                 f"{row['us']['host']:.0f}",
             ]
-            for row in result["attention"]
+            for row in result["attention"]["rows"]
             if row["phase"] == phase
         ]
         head = ["heads", "batch", "FlashInfer µs", "flash µs", "ratio", share, "flash's"]
@@ -148,22 +168,22 @@ def markdown(result: dict[str, Any]) -> str:
             f"{row['phase']} {row['batch']}",
             *(f"{row['us'][name]:.1f}" if name in row["us"] else "" for name in LATENT_PATHS),
             f"{ratio(row):.2f}" if "flash" in row["us"] else "",
-            f"{of_ceiling(row, card):.0%}",
+            f"{of_ceiling(row, result['latents']['ceilings']):.0%}",
             f"{row['us']['host']:.0f}",
         ]
-        for row in result["latents"]
+        for row in result["latents"]["rows"]
     ]
     lines += [
         "",
-        "`step µs` is what deriving the step takes on the device, `host µs` what preparing it takes on",
-        "the host, each once for all layers.",
-        "",
         "## Cached latents",
         "",
+        *measured_on(result["latents"]),
         "MLA with latents of 512 + 64, blocks of 64 tokens in decode, of 256 in prefill. Where there is",
-        "prefill, FlashInfer's path projects queries and outputs, FlashAttention's all latents of the",
-        "cache, which here holds the step's tokens alone; both are timed with that. The share is of the",
-        "matrix rate, projections not counted, or in decode of the read bandwidth, whichever is more.",
+        "prefill, a path projects queries and outputs to the latents' space, or latents to keys and",
+        "values: fa2 the one, FlashAttention the other for all of the cache, which here holds the step's",
+        "tokens alone, FlashInfer's path the other if nothing else is cached. That is timed, too. The",
+        "share is of the matrix rate, projections not counted, or in decode of the read bandwidth,",
+        "whichever is more.",
         "",
         *report.table(
             ["heads", "batch", "FlashInfer µs", "fa2 µs", "flash µs", "ratio", "share", "host µs"],
@@ -176,13 +196,14 @@ def markdown(result: dict[str, Any]) -> str:
             *(f"{row[name]:.1f}" for name in ("us", "no_sink", "one_key", "exact")),
             f"{row['us'] / row['no_sink']:.3f}",
         ]
-        for row in result["padding"]
+        for row in result["padding"]["rows"]
     ]
     head = ["slots in use", "µs", "no sink µs", "one key µs", "without padding µs", "over no sink"]
     lines += [
         "",
         "## Padding rows of a decode graph",
         "",
+        *measured_on(result["padding"]),
         "A padding row has no keys, and a sink that keeps it from coming out as NaN. Beside that: the same",
         "without the sink, padding rows of one key each, and a graph without padding rows.",
         "",
@@ -190,6 +211,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "## Append",
         "",
+        *measured_on(result["append"]),
         "`ratio` is stage 2 over base; a byte read and a byte written both count.",
         "",
         *report.table(
@@ -202,13 +224,13 @@ def markdown(result: dict[str, Any]) -> str:
                     "" if row["ratio"] is None else f"{row['ratio']:.2f}",
                     f"{row['of_copy']:.0%}",
                 ]
-                for row in result["append"]
+                for row in result["append"]["rows"]
             ],
         ),
         "",
         "## Goals",
         "",
-        *([f"- missed: {miss}" for miss in result["missed"]] or ["All met."]),
+        *([f"- missed: {miss}" for miss in misses(result)] or ["All met."]),
         "",
     ]
     return "\n".join(lines)
@@ -220,9 +242,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     phases = ("decode", "prefill", "mixed")
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 5), width_ratios=(5, 2, 1), sharey=True)
-    shapes = list(dict.fromkeys(row["shape"] for row in result["attention"]))
+    shapes = list(dict.fromkeys(row["shape"] for row in result["attention"]["rows"]))
     for phase, axis in zip(phases, axes, strict=True):
-        rows = [row for row in result["attention"] if row["phase"] == phase]
+        rows = [row for row in result["attention"]["rows"] if row["phase"] == phase]
         names = list(dict.fromkeys(row["batch"] for row in rows))
         for number, shape in enumerate(shapes):
             values = {row["batch"]: ratio(row) for row in rows if row["shape"] == shape}
@@ -233,7 +255,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.set_title(phase)
     axes[0].set_ylabel("FlashAttention's time over FlashInfer's")
     axes[0].legend()
-    where = result["environment"]
+    where = result["attention"]["environment"]
     figure.suptitle(f"{where['GPU']}, {where['date']}, one layer in bf16")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -246,33 +268,35 @@ def main() -> int:
     parser.add_argument("--stage2", type=Path, help="tree with stage 2 applied")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument(
+        "--part", action="append", choices=PARTS, help="repeatable; without it, all"
+    )
+    parser.add_argument(
         "--render", action="store_true", help="write only kernels.md and .png, anew"
     )
     args = parser.parse_args()
     results: Path = args.out / "kernels.json"
-    if args.render:
-        result: dict[str, Any] = json.loads(results.read_text())
-    else:
+    result: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    if not args.render:
         if args.base is None or args.stage2 is None:
             parser.error("--base and --stage2 are required, unless with --render")
         if not torch.cuda.is_available():
             sys.exit("This benchmark needs a GPU, and torch finds none.")
         sys.path.insert(0, str(args.stage2.resolve()))
         model.one_split_on_hopper()
-        with torch.inference_mode():
-            result = {
-                "environment": environment.versions(),
-                "ceilings": ceilings(),
-                "append": append.run(args.base, args.stage2),
-                "attention": attention.run(),
-                "latents": latents.run(),
-                "padding": attention.padding(),
-            }
-        result["missed"] = misses(result)
         args.out.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(result, indent=1) + "\n")
+        measure: dict[str, Callable[[], Any]] = {
+            "append": functools.partial(append.run, args.base, args.stage2),
+            "attention": attention.run,
+            "latents": latents.run,
+            "padding": attention.padding,
+        }
+        with torch.inference_mode():
+            same = {"environment": environment.versions(), "ceilings": ceilings()}
+            for part in args.part or PARTS:
+                result[part] = {**same, "rows": measure[part]()}
+                results.write_text(json.dumps(result, indent=1) + "\n")
     report.publish(args.out / "kernels.md", markdown(result), functools.partial(plot, result))
-    return 1 if result["missed"] else 0
+    return 1 if misses(result) else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Device time of one layer of absorbed multi-latent attention (MLA) on cached latents.
 
-As in `attention.py`, whose rows these are. FlashInfer computes every step from the latents. Upstream
-does so in steps that only decode, by FlashMLA, which it needs for that; in all others it projects
-every latent of the cache, used or not, to keys and values for FlashAttention. To be fair to it, the
-cache here holds no more than the step's own tokens. What the one path has to project, queries and
-outputs or latents, is part of a step with prefill.
+As in `attention.py`, whose rows these are. FlashInfer's path computes from the latents, but for
+steps of new prompts alone, whose latents fa3 has projected to keys and values. Upstream computes
+from them in steps that only decode, by FlashMLA, which it needs for that; in all others it projects
+every latent of the cache, used or not, for FlashAttention. To be fair to it, the cache here holds
+no more than the step's own tokens. What a path has to project, queries and outputs or latents, is
+part of a step with prefill.
 """
 
 from collections.abc import Iterator
@@ -66,9 +67,6 @@ class LatentCase(Case):
         super().__init__(heads, batch)
         self.fa2 = self.attention_by("fa2")
 
-    def _new(self) -> None:
-        """Latents are read from the cache alone."""
-
     def _spec(self) -> Any:
         from megatron.core.inference.kv_cache import LatentKVCacheSpec
 
@@ -121,34 +119,53 @@ class LatentCase(Case):
         output = attention.run(torch.cat((query, rotary), dim=-1), latents, None, layer + 1)
         return torch.einsum("sbhc,hdc->sbhd", output, self._up[:, QUERY:])
 
-    def projected(self, layer: int) -> Tensor:
-        """A step with prefill by FlashAttention, from latents that are projected."""
-        latents, _ = self.spec.layer_views(self.storage, layer)
+    def _projected(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of latents, which keep their leading dimensions."""
         latents, rotary = latents.split((LATENT, ROTARY), dim=-1)
         both = latents @ self._up.flatten(0, 1).t()
         keys, values = both.unflatten(-1, (self.heads.query, -1)).split((QUERY, VALUE), dim=-1)
-        rotary = rotary.unsqueeze(-2).expand(-1, -1, self.heads.query, -1)
+        rotary = rotary.unsqueeze(-2).expand(*keys.shape[:-1], -1)
+        return torch.cat((keys, rotary), dim=-1), values
+
+    def flash_projected(self, layer: int) -> Tensor:
+        """A step with prefill by FlashAttention, from all latents of the cache."""
+        latents, _ = self.spec.layer_views(self.storage, layer)
+        keys, values = self._projected(latents)
         # Upstream pads values to the keys' dim.
         values = torch.nn.functional.pad(values, (0, QUERY + ROTARY - VALUE))
-        keys = torch.cat((keys, rotary), dim=-1)
         return self._flash(self._query_before, keys, values)[..., :VALUE]
+
+    def prefilled(self, attention: Any, layer: int) -> Tensor:
+        """A step with prefill by FlashInfer, from what its path takes."""
+        if not attention.projects_latents:
+            return self.absorbed(attention, layer)
+        assert self.new is not None
+        keys, values = self._projected(self.new[layer, 0])
+        return attention.run(self._query_before, keys, values, layer + 1)
 
     def decoded(self, attention: Any, layer: int) -> Tensor:
         """Decode by FlashInfer."""
         latents, _ = self.spec.layer_views(self.storage, layer)
         return attention.run(self.query, latents, None, layer + 1)
 
+    def operations(self) -> int:
+        """See base class; projections are not counted."""
+        absorbed = self.batch.operations(self.heads)
+        if not self.attention.projects_latents:
+            return absorbed
+        return absorbed * (QUERY + ROTARY + VALUE) // (2 * LATENT + ROTARY)
+
     def calls(self) -> dict[str, timing.Call]:
         """By the kernel that FlashInfer's path chooses, by fa2, and upstream's way if it has one."""
         from megatron.core.transformer import attention
 
-        path = self.absorbed if self.batch.prefill else self.decoded
+        path = self.prefilled if self.batch.prefill else self.decoded
         calls: dict[str, timing.Call] = {
             "flashinfer": partial(path, self.attention),
             "fa2": partial(path, self.fa2),
         }
         if self.batch.prefill:
-            calls["flash"] = self.projected
+            calls["flash"] = self.flash_projected
         elif attention.HAVE_FMLA:
             calls["flash"] = self.flash
         return calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -86,10 +87,13 @@ def test_kernels_misses() -> None:
         work = {'bytes': 0, 'operations': 0, **work}
         return {'shape': 'GQA 4:1', 'phase': phase, 'batch': batch, 'us': us, **work}
 
-    def missed(*rows: dict[str, object]) -> list[str]:
+    def missed(
+        *attention: dict[str, object], append: Sequence[dict[str, object]] = ()
+    ) -> list[str]:
         card = {'read': 4e12, 'copy': 4e12, 'matrix': 1e15}
+        rows = {'attention': attention, 'latents': (), 'append': append}
         return kernels.misses(
-            {'attention': list(rows), 'latents': [], 'append': [], 'ceilings': card}
+            {part: {'ceilings': card, 'rows': found} for part, found in rows.items()}
         )
 
     assert missed(row('decode', '256 x 1024', 116), row('decode', '8 x 128', 100)) == []
@@ -101,10 +105,9 @@ def test_kernels_misses() -> None:
     assert len(missed(row('prefill', '8 x 512', 114), row('prefill', '1 x 512', 101))) == 1
     assert len(missed(row('prefill', '1 x 8192', 200, operations=5e10))) == 1
     assert len(missed(row('mixed', '32 x 1024 + 1 x 2048', 124))) == 1
-    append = {'tokens': 64, 'shape': 'GQA', 'ratio': 1.02, 'of_copy': 0.2}
+    small_append = {'tokens': 64, 'shape': 'GQA', 'ratio': 1.02, 'of_copy': 0.2}
     large_append = {'tokens': 16384, 'shape': 'GQA', 'ratio': 2.0, 'of_copy': 0.84}
-    result = {'attention': [], 'latents': [], 'append': [append, large_append], 'ceilings': {}}
-    assert len(kernels.misses(result)) == 2
+    assert len(missed(append=[small_append, large_append])) == 2
 
 
 @pytest.mark.usefixtures('bench')

@@ -40,7 +40,7 @@ def _arrays(owner: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             if value.dtype is torch.int32 or name == '_int_workspace_buffer':
                 yield value
-        elif isinstance(value, (step.PageTable, step.PrefillSchedule)):
+        elif hasattr(value, 'derive'):
             yield from _arrays(value)
         elif name == '_wrappers':
             for wrapper in value.values():
@@ -96,34 +96,34 @@ def previous_tables(model: Model) -> Iterator[None]:
         yield
 
 
-def _plans_repeated(kernel: Any, plan: Callable[..., None]) -> AbstractContextManager[Any]:
-    """A step of the same shape as the one before is run by the plan of that."""
+def _repeated(kernel: Any, name: str, prepare: Callable[..., None]) -> AbstractContextManager[Any]:
+    """A step of the same shape as the one before is run by what was prepared for that."""
     last: list[Any] = [None]
 
-    def planned(self: Any, shape: Any) -> None:
+    def prepared(self: Any, shape: Any) -> None:
         if shape != last[0]:
-            plan(self, shape)
+            prepare(self, shape)
         last[0] = shape
 
-    return _replaced(kernel, 'plan', planned)
+    return _replaced(kernel, name, prepared)
 
 
 @contextmanager
 def previous_fa2_plan(model: Model) -> Iterator[None]:
     """fa2 runs a step of the same shape as the one before by the plan of that."""
     del model
-    with _plans_repeated(kernels.Fa2, _plan_fa2):
+    with _repeated(kernels.Fa2, 'plan', _plan_fa2):
         yield
 
 
 @contextmanager
-def previous_mla_plan(model: Model) -> Iterator[None]:
-    """MLA's kernel runs a step of the same shape as the one before by the plan of that."""
+def previous_mla_works(model: Model) -> Iterator[None]:
+    """MLA's kernel runs a step of the same shape as the one before by the work list of that."""
     del model
     # It is not in every tree that has FlashInfer.
     from megatron.core.inference.flashinfer_attention.mla import Mla
 
-    with _plans_repeated(Mla, Mla.plan):
+    with _repeated(Mla, 'derive', Mla.derive):
         yield
 
 
@@ -363,7 +363,7 @@ FAULTS: dict[str, Fault] = {
         plan_destroyed,
         previous_tables,
         previous_fa2_plan,
-        previous_mla_plan,
+        previous_mla_works,
         window_of_another_layer,
         pages_shifted,
         fa2_pages_shifted,

@@ -80,7 +80,14 @@ class Scenario:
         if self.model.get('multi_latent_attention'):
             # 576 elements a token where there were 40, of half the size. As many more summands make
             # larger keys and values of the same weights, and larger rounding.
-            dims = {'kv_lora_rank': 512, 'qk_pos_emb_head_dim': 64, 'init_method_std': 0.15}
+            dims = {
+                'kv_lora_rank': 512,
+                'qk_pos_emb_head_dim': 64,
+                'qk_head_dim': 128,
+                'v_head_dim': 128,
+                'kv_channels': 128,
+                'init_method_std': 0.15,
+            }
             buffers = {name: size * 7.2 / 2 for name, size in buffers.items()}
         return replace(
             self.varied('wide', **buffers),
@@ -580,7 +587,7 @@ FLASHINFER_FAULTS = {
         'async-wide-fa2',
         'mla-latents-yarn-wide-flashinfer',
     ),
-    'previous_mla_plan': ('mla-latents-yarn-wide-flashinfer', 'mla-latents-tight-wide-flashinfer'),
+    'previous_mla_works': ('mla-latents-yarn-wide-flashinfer', 'mla-latents-tight-wide-flashinfer'),
     'window_one_too_wide': (
         'window-wide-flashinfer',
         'window-sinks-chunked-wide-fa2',

@@ -968,8 +968,6 @@ def test_mla_is_the_reference(
     wrapper = batch.planned(backend)
     plan_ = read_plan(wrapper)
     assert plan_.ctas == (2 if heads * len(batch.query) // len(requests) > 64 else 1)
-    # Of so many tiles, each is short beside a cluster's share.
-    assert plan_.merges or (heads, requests) == (128, MIXED)
     batch.check(batch.run(wrapper, return_lse=True))
 
 

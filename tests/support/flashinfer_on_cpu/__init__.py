@@ -35,7 +35,7 @@ __all__ = ['KERNELS', 'SM_COUNT', 'VERSION', 'Call', 'install', 'record', 'unins
 KERNELS = Path(__file__).parent / 'kernels'
 VERSION = '0.6.18.post1'
 """The FlashInfer whose signatures the stand-in has."""
-SM_COUNT = 132
+SM_COUNT = 8
 """Multiprocessors of the GPU that there is said to be."""
 
 _installed = ExitStack()

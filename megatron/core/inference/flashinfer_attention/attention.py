@@ -5,6 +5,7 @@
 import logging
 import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
@@ -16,8 +17,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import log_single_rank
 
-from .kernels import KERNELS, MIB, Bookkeeping, Call, Kernel, Layer, Setup
-from .mla import MLA_KERNELS, refuse_large_steps
+from .kernels import KERNELS, MIB, Bookkeeping, Call, Kernel, Layer, PackedFa3, PrefillKernel, Setup
+from .mla import MLA_KERNELS, projected
 from .selection import AttentionProblem, require_flashinfer, select
 from .step import StepShape
 
@@ -76,12 +77,13 @@ class FlashInferAttention:
         )
         self._selection = select(self._problem, inference_config.flashinfer_kernel)
         self._kernel_types = MLA_KERNELS if is_mla else KERNELS
+        self._projected: Optional[AttentionProblem] = None
         if is_mla:
-            refuse_large_steps(
+            self._projected = projected(
                 self._problem,
-                context.max_requests,
-                context.max_tokens,
-                torch.cuda.get_device_properties().multi_processor_count,
+                self._selection.prefill,
+                model_config.qk_head_dim + model_config.qk_pos_emb_head_dim,
+                model_config.v_head_dim,
             )
         self._max_tokens = context.max_tokens
         self._window_size = model_config.window_size
@@ -92,6 +94,7 @@ class FlashInferAttention:
             if self._may_be(windowed)
         }
         self._kernels: Dict[FlashInferKernel, Any] = {}
+        self._projected_kernel: Optional[PackedFa3] = None
         self._shape: Optional[StepShape] = None
         self._first_layer: Optional[int] = None  # of this step; None: none has run
         # Keys and values that a layer has appended and not yet attended to, if they are of use.
@@ -168,6 +171,8 @@ class FlashInferAttention:
         self._log("building its kernels; where they must be compiled, this takes minutes")
         for kernel in dict.fromkeys((self._selection.decode, self._selection.prefill)):
             self._kernels[kernel] = self._kernel_types[kernel](setup)
+        if self._projected is not None:
+            self._projected_kernel = PackedFa3(replace(setup, problem=self._projected))
         # Some are compiled here.
         keys, values = context.kv_cache_spec.layer_views(context.memory_buffer, layer=0)
         self._launch_once(setup, keys, values)
@@ -206,6 +211,7 @@ class FlashInferAttention:
     def release(self) -> None:
         """Free what `allocate` allocated, until it is called again."""
         self._kernels.clear()
+        self._projected_kernel = None
 
     def plan_step(self, context: "DynamicInferenceContext") -> None:
         """Prepare a step on the host, right before its bookkeeping is copied to the device.
@@ -225,7 +231,10 @@ class FlashInferAttention:
             slots = min(slots, context.num_decode_requests)
         num_decode = min(context.num_decode_requests, slots) if split else 0
         num_requests = context.total_request_count - context.paused_request_count
-        takes_new = self._kernel_types[self._selection.prefill].TAKES_NEW_KEYS
+        takes_new = (
+            self._projected is not None
+            or self._kernel_types[self._selection.prefill].TAKES_NEW_KEYS
+        )
         prefill, num_new = slice(num_decode, num_requests), 0
         # A graph would hold what its capture was like.
         if (
@@ -258,12 +267,23 @@ class FlashInferAttention:
 
     def _kernels_of(self, shape: StepShape) -> List[Kernel]:
         """The kernels that a step runs, each once."""
-        chosen = []
+        chosen: List[Kernel] = []
         if shape.decode_slots:
-            chosen.append(self._selection.decode)
+            chosen.append(self._kernels[self._selection.decode])
         if shape.has_prefill:
-            chosen.append(self._selection.prefill)
-        return [self._kernels[kernel] for kernel in dict.fromkeys(chosen)]
+            chosen.append(self._prefill_kernel(shape))
+        return list(dict.fromkeys(chosen))
+
+    def _prefill_kernel(self, shape: StepShape) -> PrefillKernel:
+        if self._projected_kernel is not None and shape.num_new:
+            return self._projected_kernel
+        return self._kernels[self._selection.prefill]
+
+    @property
+    def projects_latents(self) -> bool:
+        """Whether this step's keys and values are projected from its latents, and not absorbed."""
+        assert self._shape is not None
+        return self._projected is not None and self._shape.num_new > 0
 
     def remember(self, keys: Tensor, values: Optional[Tensor]) -> None:
         """Keep what a layer appends to the cache until it is `run`, if that can be of use.
@@ -291,7 +311,8 @@ class FlashInferAttention:
             query (Tensor): Queries of this step, `(tokens, 1, query_heads, head_dim)`, padding
                 included, in the order of the context's requests; with latents, absorbed ones.
             key_cache (Tensor): The layer's keys, `(blocks, block_size, kv_heads, head_dim)`, or
-                latents, `(blocks, block_size, head_dim)`.
+                latents, `(blocks, block_size, head_dim)`; if it `projects_latents`, this step's
+                keys, `(tokens, 1, query_heads, head_dim)`.
             value_cache (Optional[Tensor]): The layer's values, as keys; None with latents.
             layer_number (int): Number of the layer in the whole model, from 1.
             sinks (Optional[Tensor]): Logit per query head that joins its softmax's denominator.
@@ -312,6 +333,10 @@ class FlashInferAttention:
         )
         layer = self._layers[windowed]
         new, self._new = self._new, None
+        if self.projects_latents:
+            assert value_cache is not None
+            real = slice(self._shape.num_new)
+            new = key_cache.squeeze(1)[real], value_cache.squeeze(1)[real]
         call = self._call(query, key_cache, value_cache, layer, self._shape, sinks, new)
         self._attend(call)
         return call.output.unsqueeze(1)
@@ -327,6 +352,8 @@ class FlashInferAttention:
         new: Optional[Tuple[Tensor, Tensor]] = None,
     ) -> Call:
         value_dim = self._problem.value_dim
+        if self._projected is not None and shape.num_new:
+            value_dim = self._projected.value_dim
         if value_cache is None:
             value_cache = key_cache[..., :value_dim]
         output = torch.empty_like(query[..., :value_dim])
@@ -336,7 +363,7 @@ class FlashInferAttention:
         if call.shape.decode_slots:
             self._kernels[self._selection.decode].decode(call)
         if call.shape.has_prefill:
-            self._kernels[self._selection.prefill].prefill(call)
+            self._prefill_kernel(call.shape).prefill(call)
         else:
             padding = call.output[call.shape.decode_slots * self._tokens_per_decode :]
             if padding.numel():

@@ -284,6 +284,7 @@ class _Wrapped(PrefillKernel):
     # Attributes of the wrapper that are no part of its interface, and are set here.
     ATTRIBUTES: Tuple[str, ...]
 
+    HAS_PAGES = True  # whether it reads any, which it does through a wrapper of its own
     _first_token: Optional[Tensor] = None  # from which on the output is this kernel's; None: all
 
     def __init__(self, setup: Setup, **wrapper_arguments: Any) -> None:
@@ -296,6 +297,7 @@ class _Wrapped(PrefillKernel):
                 workspace, "NHD", backend=self.KERNEL.value, **wrapper_arguments
             )
             for layer in setup.layers
+            if self.HAS_PAGES
         }
 
     def _require_attributes(self, wrapper: Any, *more: str) -> None:
@@ -316,6 +318,7 @@ class _Wrapped(PrefillKernel):
             num_qo_heads=problem.num_query_heads,
             num_kv_heads=problem.num_kv_heads,
             head_dim_qk=problem.head_dim,
+            head_dim_vo=problem.value_dim,
             causal=True,
             sm_scale=layer.softmax_scale,
             window_left=layer.window_left,
@@ -380,14 +383,17 @@ class Fa3(_Wrapped):
             layer: BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.KERNEL.value)
             for layer in setup.layers
         }
+        kinds = (False, True) if self.HAS_PAGES else (True,)
         for layer in setup.layers:
-            self._check(layer)
+            for is_packed in kinds:
+                self._check(layer, is_packed)
         self._schedule = self._make_schedule(
             setup.max_requests, setup.max_tokens, setup.max_kv_blocks
         )
         self._first_token = self._schedule.first_token
         for layer in setup.layers:
-            self._follow(layer, self._schedule, setup.books.block_table)
+            for is_packed in kinds:
+                self._follow(layer, is_packed, self._schedule, setup.books.block_table)
 
     def _make_schedule(
         self, max_requests: int, max_tokens: int, max_kv_blocks: int
@@ -398,33 +404,40 @@ class Fa3(_Wrapped):
             max_tokens,
             max_kv_blocks,
             problem.num_query_heads,
-            problem.head_dim,
+            problem.value_dim,
             torch.cuda.get_device_properties(device).multi_processor_count,
             device,
         )
 
-    def _follow(self, layer: Layer, schedule: PrefillSchedule, block_table: Tensor) -> None:
-        """Point wrappers that have planned to a work list in place of their plan."""
-        paged, ragged = self._wrappers[layer], self._ragged_wrappers[layer]
-        paged._paged_kv_indices_buf = block_table
-        paged._plan_info, ragged._plan_info = schedule.plan_info, schedule.ragged_plan_info
-        for wrapper in (paged, ragged):
-            wrapper._int_workspace_buffer = schedule.works.view(torch.uint8)
-            wrapper._pin_memory_int_workspace_buffer = None
+    def _wrapper(self, layer: Layer, is_packed: bool) -> Any:
+        """For packed keys, or for pages."""
+        return (self._ragged_wrappers if is_packed else self._wrappers)[layer]
 
-    def _check(self, layer: Layer) -> None:
-        """Have two requests computed by FlashInfer's plans, and by a work list and padding tokens.
+    def _follow(
+        self, layer: Layer, is_packed: bool, schedule: PrefillSchedule, block_table: Tensor
+    ) -> None:
+        """Point a wrapper that has planned to a work list in place of its plan."""
+        wrapper = self._wrapper(layer, is_packed)
+        wrapper._plan_info = schedule.ragged_plan_info if is_packed else schedule.plan_info
+        wrapper._int_workspace_buffer = schedule.works.view(torch.uint8)
+        wrapper._pin_memory_int_workspace_buffer = None
+        if not is_packed:
+            wrapper._paged_kv_indices_buf = block_table
 
-        A plan also compiles and loads the kernel, and fixes dtypes and options for good.
+    def _check(self, layer: Layer, is_packed: bool) -> None:
+        """Have two requests computed by FlashInfer's plan, and by a work list and padding tokens.
+
+        The plan also compiles and loads the kernel, and fixes dtypes and options for good.
 
         Raises:
             ImportError: If the results differ: this FlashInfer reads other lists.
         """
         problem, device = self._setup.problem, self._setup.device
         block_size = problem.block_size_tokens
-        paged, ragged = self._wrappers[layer], self._ragged_wrappers[layer]
+        wrapper = self._wrapper(layer, is_packed)
         # More than one tile, pages that are not in order, and nothing that is 0 throughout.
-        query_lengths, kv_lengths, padding = (200, 2), (200 + block_size, 3), 3
+        query_lengths, padding = (200, 2), 3
+        kv_lengths = query_lengths if is_packed else (200 + block_size, 3)
         num_tokens, long = sum(query_lengths), math.ceil(kv_lengths[0] / block_size)
         starts = torch.tensor([0, query_lengths[0], num_tokens], dtype=torch.int32)
         pages = torch.arange(long, -1, -1, dtype=torch.int32, device=device)
@@ -434,63 +447,59 @@ class Fa3(_Wrapped):
             return torch.randn(shape, generator=random, device=device).to(problem.dtype)
 
         query = values(num_tokens + padding, problem.num_query_heads, problem.head_dim)
-        cache = values(2, long + 1, block_size, problem.num_kv_heads, problem.head_dim)
-        keys, new_values = values(2, num_tokens + padding, problem.num_kv_heads, problem.head_dim)
-        planned = [torch.zeros_like(query) for _ in range(2)]
-        arguments = self._plan_arguments(layer)
-        paged.plan(
-            starts,
-            torch.tensor([0, long, long + 1], dtype=torch.int32),
-            pages,
-            torch.tensor([(kv - 1) % block_size + 1 for kv in kv_lengths], dtype=torch.int32),
-            page_size=block_size,
-            **arguments,
-        )
-        ragged.plan(starts, starts, **arguments)
-        for wrapper in (paged, ragged):
+        rows = (num_tokens + padding,) if is_packed else (long + 1, block_size)
+        both = values(2, *rows, problem.num_kv_heads, problem.head_dim)
+        new = both[0], both[1, ..., : problem.value_dim]
+        expected = query.new_zeros(*query.shape[:2], problem.value_dim)
+        real, arguments = slice(num_tokens), self._plan_arguments(layer)
+        if is_packed:
+            wrapper.plan(starts, starts, **arguments)
             self._require_attributes(wrapper)
-        self._require_attributes(paged, "_paged_kv_indices_buf")
-        real = slice(num_tokens)
-        paged.run(query[real], (cache[0], cache[1]), out=planned[0][real])
-        ragged.run(query[real], keys[real], new_values[real], out=planned[1][real])
+            wrapper.run(query[real], *(each[real] for each in new), out=expected[real])
+        else:
+            wrapper.plan(
+                starts,
+                torch.tensor([0, long, long + 1], dtype=torch.int32),
+                pages,
+                torch.tensor([(kv - 1) % block_size + 1 for kv in kv_lengths], dtype=torch.int32),
+                page_size=block_size,
+                **arguments,
+            )
+            self._require_attributes(wrapper, "_paged_kv_indices_buf")
+            wrapper.run(query[real], new, out=expected[real])
 
         schedule = self._make_schedule(2, num_tokens + padding, long)
-        if any(len(each._plan_info) != len(schedule.plan_info) for each in (paged, ragged)):
+        if len(wrapper._plan_info) != len(schedule.plan_info):
             raise self._unknown()
         block_table = torch.zeros((2, long), dtype=torch.int32, device=device)
         block_table[0] = pages[:-1]
-        self._follow(layer, schedule, block_table)
-        for is_fresh, expected in enumerate(planned):
-            shape = StepShape(
-                num_decode=0,
-                num_requests=2,
-                decode_slots=0,
-                padded_requests=2,
-                num_tokens=num_tokens + padding,
-                has_prefill=True,
+        shape = StepShape(
+            num_decode=0,
+            num_requests=2,
+            decode_slots=0,
+            padded_requests=2,
+            num_tokens=num_tokens + padding,
+            has_prefill=True,
+            num_new=num_tokens if is_packed else 0,
+        )
+        schedule.derive(
+            shape,
+            starts.to(device),
+            *(
+                torch.tensor(each, dtype=torch.int32, device=device)
+                for each in (query_lengths, kv_lengths)
+            ),
+        )
+        self._follow(layer, is_packed, schedule, block_table)
+        found = torch.full_like(expected, torch.nan)
+        try:
+            self.prefill(
+                Call(query, new[0], new[1], found, layer, shape, new=new if is_packed else None)
             )
-            lengths = (query_lengths, query_lengths if is_fresh else kv_lengths)
-            schedule.derive(
-                shape,
-                starts.to(device),
-                *(torch.tensor(each, dtype=torch.int32, device=device) for each in lengths),
-            )
-            found = torch.full_like(query, torch.nan)
-            call = Call(
-                query,
-                cache[0],
-                cache[1],
-                found,
-                layer,
-                shape,
-                new=(keys, new_values) if is_fresh else None,
-            )
-            try:
-                self.prefill(call)
-            except (IndexError, TypeError, ValueError) as error:
-                raise self._unknown() from error
-            if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
-                raise self._unknown()
+        except (IndexError, TypeError, ValueError) as error:
+            raise self._unknown() from error
+        if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
+            raise self._unknown()
 
     def derive(self, shape: StepShape) -> None:
         """Make the work list."""
@@ -499,8 +508,7 @@ class Fa3(_Wrapped):
 
     def prefill(self, call: Call) -> None:
         """See base class."""
-        wrappers = self._wrappers if call.new is None else self._ragged_wrappers
-        wrapper = wrappers[call.layer]
+        wrapper = self._wrapper(call.layer, is_packed=call.new is not None)
         # A wrapper compares the query with what it has planned, before the first step.
         wrapper._qo_indptr_last = call.query.size(0)
         if call.new is None:
@@ -509,59 +517,16 @@ class Fa3(_Wrapped):
             self._run(call, wrapper, *call.new)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a planner of FlashInfer is told of a step, int32. Padding tokens are of the last row.
+class PackedFa3(Fa3):
+    """The same for steps of new prompts alone, whose keys and values are of dims of their own.
 
-    Args:
-        query_starts: First query token of each row, and the end of the last, on the host.
-        page_starts: Place of each row's first page id, and the end of the last, on the host.
-        page_ids: On the device, always at the same address.
-        kv_lengths: Tokens of each row in the cache, those of this step included, on the host.
+    For those, `PROJECTED_DIMS` of `mla.py`, FlashInfer has no kernel that reads pages.
     """
 
-    query_starts: Tensor
-    page_starts: Tensor
-    page_ids: Tensor
-    kv_lengths: Tensor
+    HAS_PAGES = False
 
 
-class HostPlanned(Kernel):
-    """A kernel that is planned on the host, from the pinned bookkeeping. A page is a block."""
-
-    _setup: Setup
-
-    def _allocate_page_ids(self) -> None:
-        setup = self._setup
-        pages = setup.max_requests * setup.max_kv_blocks
-        self._page_ids = torch.zeros(pages, dtype=torch.int32, device=setup.device)
-        self._cpu_page_ids = torch.zeros(pages, dtype=torch.int32, pin_memory=True)
-
-    def _rows(self, shape: StepShape, count: int) -> Rows:
-        """The tables of so many rows, their page ids on the way to the device."""
-        books, block_size = self._setup.books, self._setup.problem.block_size_tokens
-        query_lengths = torch.zeros(count, dtype=torch.int32)
-        kv_lengths = torch.zeros_like(query_lengths)
-        requests = slice(shape.num_requests)
-        query_lengths[requests] = books.cpu_query_lengths[requests]
-        kv_lengths[requests] = books.cpu_kv_lengths[requests]
-        query_lengths[-1] += shape.num_tokens - query_lengths.sum()
-        pages = (kv_lengths + block_size - 1) // block_size
-
-        used = torch.arange(self._setup.max_kv_blocks) < pages[requests].unsqueeze(1)
-        page_ids = books.cpu_block_table[requests][used]
-        total = page_ids.numel()
-        self._cpu_page_ids[:total] = page_ids
-        self._page_ids[:total].copy_(self._cpu_page_ids[:total], non_blocking=True)
-        return Rows(
-            query_starts=torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0)).int(),
-            page_starts=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
-            page_ids=self._page_ids[:total],
-            kv_lengths=kv_lengths,
-        )
-
-
-class Fa2(_Wrapped, HostPlanned, DecodeKernel):
+class Fa2(_Wrapped, DecodeKernel):
     """Any phase on any GPU, by a plan that the host makes of each step and kind of layer.
 
     Padding tokens are one more request that has no keys: the kernel writes zeros for it. Keys of a
@@ -583,15 +548,14 @@ class Fa2(_Wrapped, HostPlanned, DecodeKernel):
     )
 
     def __init__(self, setup: Setup) -> None:
-        rows = setup.max_requests + 1
+        rows, pages = setup.max_requests + 1, setup.max_requests * setup.max_kv_blocks
 
         def array(length: int) -> Tensor:
             return torch.zeros(length, dtype=torch.int32, device=setup.device)
 
-        self._setup = setup
         self._query_starts, self._page_starts = array(rows + 1), array(rows + 1)
-        self._last_page_lengths = array(rows)
-        self._allocate_page_ids()
+        self._page_ids, self._last_page_lengths = array(pages), array(rows)
+        self._cpu_page_ids = torch.zeros(pages, dtype=torch.int32, pin_memory=True)
         super().__init__(
             setup,
             use_cuda_graph=True,
@@ -607,9 +571,23 @@ class Fa2(_Wrapped, HostPlanned, DecodeKernel):
 
     def plan(self, shape: StepShape) -> None:
         """Plan all rows."""
-        rows, block_size = shape.padded_requests + 1, self._setup.problem.block_size_tokens
-        tables = self._rows(shape, rows)
-        earlier_pages = (tables.page_starts.diff() - 1).clamp(min=0)
+        books, block_size = self._setup.books, self._setup.problem.block_size_tokens
+        query_lengths = torch.zeros(shape.padded_requests + 1, dtype=torch.int32)
+        kv_lengths = torch.zeros_like(query_lengths)
+        query_lengths[: shape.num_requests] = books.cpu_query_lengths[: shape.num_requests]
+        kv_lengths[: shape.num_requests] = books.cpu_kv_lengths[: shape.num_requests]
+        query_lengths[-1] = shape.num_tokens - query_lengths.sum()
+        pages = (kv_lengths + block_size - 1) // block_size
+
+        query_starts = torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0))
+        page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0))
+        used = torch.arange(self._setup.max_kv_blocks) < pages[:-1].unsqueeze(1)
+        page_ids = books.cpu_block_table[: shape.padded_requests][used]
+        count = page_ids.numel()
+        self._cpu_page_ids[:count] = page_ids
+        self._page_ids[:count].copy_(self._cpu_page_ids[:count], non_blocking=True)
+
+        rows = shape.padded_requests + 1
         tiles, tile = self._tiles(rows, shape.num_tokens)
         partial = self._setup.problem.num_query_heads * (self._setup.problem.head_dim + 1) * 4
         split = tiles * tile * partial + 16 <= self.WORKSPACE_BYTES
@@ -627,10 +605,10 @@ class Fa2(_Wrapped, HostPlanned, DecodeKernel):
             wrapper._paged_kv_indptr_buf = self._page_starts[: rows + 1]
             wrapper._paged_kv_last_page_len_buf = self._last_page_lengths[:rows]
             wrapper.plan(
-                tables.query_starts,
-                tables.page_starts,
-                tables.page_ids,
-                tables.kv_lengths - earlier_pages * block_size,
+                query_starts.int(),
+                page_starts.int(),
+                self._page_ids[:count],
+                kv_lengths - (pages - 1).clamp(min=0) * block_size,
                 disable_split_kv=not split,
                 # Other kernels use this. Unless it is given, it is looked for in a Python loop.
                 max_token_per_sequence=shape.num_tokens,

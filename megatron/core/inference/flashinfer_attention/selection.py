@@ -119,6 +119,7 @@ class AttentionProblem:
         sinks_differ: Whether query heads have sinks of their own.
         latent_dim: Of absorbed multi-latent attention on cached latents: leading elements of a key
             that are its value. None: keys and values are apart.
+        value_head_dim: Elements of one value that is apart; None: as many as of a key.
     """
 
     compute_capability: Tuple[int, int]
@@ -131,11 +132,12 @@ class AttentionProblem:
     latent_dim: Optional[int] = None
     tokens_per_decode: int = 1
     sinks_differ: bool = False
+    value_head_dim: Optional[int] = None
 
     @property
     def value_dim(self) -> int:
         """Elements of one value, and of one head's output."""
-        return self.head_dim if self.latent_dim is None else self.latent_dim
+        return self.latent_dim or self.value_head_dim or self.head_dim
 
     @property
     def dims(self) -> str:

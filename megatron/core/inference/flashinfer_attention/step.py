@@ -192,7 +192,7 @@ class PrefillSchedule:
         max_tokens (int): Query tokens of a step, padding included.
         max_kv_blocks (int): Blocks of one row of the context's block table.
         num_query_heads (int): Query heads of this partition.
-        head_dim (int): Elements of one head.
+        value_dim (int): Elements of one value.
         num_ctas (int): CTAs that the kernel runs, which is one per multiprocessor.
         device (torch.device): Where the list is.
     """
@@ -203,13 +203,13 @@ class PrefillSchedule:
         max_tokens: int,
         max_kv_blocks: int,
         num_query_heads: int,
-        head_dim: int,
+        value_dim: int,
         num_ctas: int,
         device: torch.device,
     ) -> None:
         self.max_kv_blocks = max_kv_blocks
         self.num_query_heads = num_query_heads
-        self.tile = self.tile_tokens(head_dim)
+        self.tile = self.tile_tokens(value_dim)
         self.rows = triton.next_power_of_2(max_requests + 1)
         self.num_ctas = num_ctas
         works = (triton.cdiv(max_tokens, self.tile) + max_requests + 1) * num_query_heads
@@ -219,9 +219,9 @@ class PrefillSchedule:
         )
 
     @staticmethod
-    def tile_tokens(head_dim: int) -> int:
+    def tile_tokens(value_dim: int) -> int:
         """Query tokens of one of the kernel's tiles."""
-        return 192 if head_dim == 64 else 128
+        return 192 if value_dim == 64 else 128
 
     @property
     def first_token(self) -> Tensor:

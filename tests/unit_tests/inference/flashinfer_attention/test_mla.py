@@ -3,6 +3,7 @@
 """Absorbed multi-latent attention by FlashInfer against float32, in a poisoned cache of latents."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ pytest.importorskip("flashinfer")
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.flashinfer_attention import FlashInferAttention
 from megatron.core.inference.flashinfer_attention.kernels import MIB
-from megatron.core.inference.flashinfer_attention.mla import Mla, refuse_large_steps
+from megatron.core.inference.flashinfer_attention.mla import Mla
 from megatron.core.inference.flashinfer_attention.selection import AttentionProblem, select
 from megatron.core.inference.kv_cache import LatentKVCacheSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from .batch import DEVICE, HAVE_GPU, NAN, Batch
+from .batch import DEVICE, HAVE_GPU, NAN, Batch, tolerance
 from .test_graphs import Graph, needs_gpu, no_synchronization, numbers
 
 LATENT, ROTARY = 512, 64
@@ -99,6 +100,71 @@ def latent_config(heads=16, dtype=torch.bfloat16, **changes) -> MLATransformerCo
         fp16=dtype is torch.float16,
     )
     return MLATransformerConfig(**{**options, **changes})
+
+
+class TestProjected:
+    """Prompts of which nothing is cached, with keys and values that are projected from latents."""
+
+    PROMPTS = [(1, 1), (300, 300), (5, 5), (128, 128), (257, 257)]
+
+    @pytest.fixture(autouse=True)
+    def hopper(self):
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("only fa3 takes keys of 192 elements with values of 128")
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_is_right(self, shape):
+        batch = LatentBatch([], self.PROMPTS, dims=(700, 5, 0), **shape)
+        attention = batch.attention()
+        attention.plan_step(batch.context)
+        attention.derive_step()
+        assert attention.projects_latents
+        tokens, heads, real = 700, batch.heads, sum(batch.queries)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+
+        def draw(dim):
+            drawn = torch.randn(tokens, 1, heads, dim, generator=generator, device=DEVICE)
+            drawn[real:] = NAN
+            return drawn.to(batch.dtype)
+
+        query, key, value = draw(QUERY_DIM), draw(QUERY_DIM), draw(256)[..., :128]
+        query[real:] = 1
+        with mock.patch("torch.empty_like", lambda tensor: torch.full_like(tensor, NAN)):
+            output = attention.run(query, key, value, 1)
+        assert output.shape == (tokens, 1, heads, 128) and not output[real:].any()
+        start = 0
+        for length in batch.queries:
+            rows = slice(start, start + length)
+            start += length
+            q, k, v = (each[rows, 0].float() for each in (query, key, value))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
+            hidden = torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            expected = torch.einsum("hqk,khd->qhd", weights, v)
+            error = (output[rows, 0].float() - expected).norm() / expected.norm()
+            assert error <= tolerance(batch.dtype)
+
+    @pytest.mark.parametrize(
+        "decode, prefill, options",
+        [
+            ([], [(5, 6), (7, 7)], {}),
+            ([9], [(7, 7)], {}),
+            ([], [(7, 7)], dict(graph=True)),
+            ([], [(7, 7)], dict(model=dict(v_head_dim=64))),
+            ([], [(7, 7)], dict(model=dict(qk_head_dim=64))),
+        ],
+    )
+    def test_otherwise_absorbed(self, decode, prefill, options):
+        batch = LatentBatch(decode, prefill, **options)
+        attention = batch.attention()
+        attention.plan_step(batch.context)
+        assert not attention.projects_latents
+
+    def test_not_by_fa2(self):
+        batch = LatentBatch([], [(7, 7)])
+        attention = batch.attention("fa2")
+        batch.check(batch.run(attention))
+        assert not attention.projects_latents
 
 
 @pytest.fixture(params=["auto", "fa2"])
@@ -205,11 +271,8 @@ class Steps:
         """Spoil all that is planned anew for each step."""
         if HAVE_GPU:
             torch.cuda.synchronize()
-        wrapper = self.kernel._wrapper
-        for array in (self.kernel._page_ids, self.kernel._cpu_page_ids):
+        for array in (self.kernel._schedule.works, self.kernel._schedule._cuts):
             numbers(array)
-        numbers(wrapper._int_workspace_buffer)
-        numbers(wrapper._pin_memory_int_workspace_buffer)
 
     def prepare(self):
         """Plan and derive."""
@@ -336,35 +399,102 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             FlashInferAttention(batch.context, batch.config, InferenceConfig(**batch.inference))
 
-    @pytest.mark.parametrize(
-        "heads, tokens, requests, works",
-        [(128, 16384, 256, 16384 + 257 + 132), (16, 16384, 8192, 8193 + 8193 * 65 // 64 + 132)],
-    )
-    def test_steps_that_a_plan_has_no_room_for(self, heads, tokens, requests, works):
-        with pytest.raises(ValueError, match=f"may need {works}: lower them, or set "):
-            refuse_large_steps(problem(heads=heads), requests, tokens, 132)
-        refuse_large_steps(problem(heads=heads), requests // 2, tokens // 2, 132)
-
-    def test_the_engine_asks(self):
-        batch = LatentBatch([5], [], heads=128, max_tokens=16384)
-        with pytest.raises(ValueError, match="max_tokens 16384 and max_requests 1 with 128 query"):
+    def test_more_tokens_than_are_counted(self):
+        batch = LatentBatch([5], [], block_size=2**16, max_length=2**32 - 2**16, num_blocks=1)
+        message = (
+            "1 requests of 4294967296 tokens exceed: lower max_requests or max_sequence_length"
+        )
+        with pytest.raises(ValueError, match=message):
             batch.attention()
 
 
-@pytest.mark.parametrize(
-    "rows, heads, tokens",
-    [(8000, 16, 8000), (1, 16, 16384), (1000, 16, 8192), (200, 64, 16384), (100, 128, 15000)],
-)
-def test_what_is_not_refused_has_room(rows, heads, tokens):
-    """However tokens are spread over the rows."""
-    refuse_large_steps(problem(heads=heads), rows, tokens, 132)
-    generator = torch.Generator().manual_seed(0)
-    for spread in (0.1, 1.0, 8.0):
-        shares = torch.rand(rows, generator=generator).pow(spread)
-        queries = 1 + ((tokens - rows) * shares / shares.sum()).long()
-        pairs = queries * heads
-        tile = 128 if int(pairs.sum()) // rows > 64 else 64
-        assert int(((pairs + tile - 1) // tile).sum()) + 132 <= 16384
+@pytest.fixture
+def change_wrapper(monkeypatch):
+    """Put a class made of FlashInfer's wrapper in its place."""
+
+    def change(make):
+        import flashinfer.mla  # type: ignore
+
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper
+        monkeypatch.setattr(flashinfer.mla, "BatchMLAPagedAttentionWrapper", make(wrapper))
+
+    return change
+
+
+class TestOtherFlashInfers:
+    def refused(self, kernel):
+        pinned = "fa3" if kernel == "auto" else kernel
+        message = f"^The {pinned} kernel for multi-latent attention of this FlashInfer is planned"
+        with pytest.raises(ImportError, match=message):
+            LatentBatch([5], []).attention(kernel)
+
+    @pytest.fixture(autouse=True)
+    def hopper(self):
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("fa3 is the kernel of SM 9.0")
+
+    @pytest.mark.parametrize("name", Mla.ATTRIBUTES)
+    def test_wrapper_without_an_attribute(self, kernel, change_wrapper, name):
+        def without(wrapper):
+            class Without(wrapper):
+                def plan(self, **arguments):
+                    super().plan(**arguments)
+                    delattr(self, name)
+
+            return Without
+
+        change_wrapper(without)
+        self.refused(kernel)
+
+    @pytest.mark.skipif(HAVE_GPU, reason="a GPU's kernel would read memory that is not there")
+    @pytest.mark.parametrize(
+        "pair",
+        [(0, 1), (2, 3), (2, 12), (3, 4), (4, 12), (5, 6), (5, 7), (7, 8), (8, 9), (10, 11)]
+        + [(12, 13), (13, 14), (14, 15), (16, 17)],
+        ids=str,
+    )
+    def test_kernel_that_reads_other_lists(self, kernel, change_wrapper, pair):
+        def swapped(plan):
+            plan = list(plan)
+            plan[pair[0]], plan[pair[1]] = plan[pair[1]], plan[pair[0]]
+            return plan
+
+        def other(wrapper):
+            class Other(wrapper):
+                def plan(self, **arguments):
+                    super().plan(**arguments)
+                    self._plan_info = swapped(self._plan_info)
+
+                def run(self, **arguments):
+                    found, self._plan_info = self._plan_info, swapped(self._plan_info)
+                    try:
+                        return super().run(**arguments)
+                    finally:
+                        self._plan_info = found
+
+            return Other
+
+        change_wrapper(other)
+        self.refused(kernel)
+
+    def test_plan_of_another_length(self, kernel, change_wrapper):
+        def longer(wrapper):
+            class Longer(wrapper):
+                def plan(self, **arguments):
+                    super().plan(**arguments)
+                    self._plan_info = [*self._plan_info, 0]
+
+                def run(self, **arguments):
+                    found, self._plan_info = self._plan_info, self._plan_info[:18]
+                    try:
+                        return super().run(**arguments)
+                    finally:
+                        self._plan_info = found
+
+            return Longer
+
+        change_wrapper(longer)
+        self.refused(kernel)
 
 
 def test_workspace():

@@ -375,6 +375,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             getattr(self, name)
         require(self._cached_module is not None and self._plan_info is not None, 'no plan is made')
         cache = keys_and_values(paged_kv_cache, self._kv_layout)
+        same = q.shape[-1] == cache[1].shape[-1]
+        require(same or self._backend != 'fa3', 'fa3 reads no pages of such dims')
         require(q.dtype == self._cached_q_data_type, f'queries of {q.dtype} are not planned')
         for part in cache:
             require(part.dtype == self._cached_kv_data_type, f'a cache of {part.dtype} is not')
