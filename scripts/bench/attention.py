@@ -96,6 +96,9 @@ def decode_batches() -> Iterator[tuple[str, Batch]]:
         for tokens in (128, 1024, 4096, 32768):
             if count * tokens <= 1 << 20:
                 yield f"{count} x {tokens}", Batch(decode=even(count, tokens))
+    # All of these are a little longer than a multiple of the 256 keys that xqa takes at a time.
+    for count in (8, 32, 64, 128, 256):
+        yield f"{count} x 1152", Batch(decode=even(count, 1152))
 
 
 def prefill_batches() -> Iterator[tuple[str, Batch]]:

@@ -6,8 +6,8 @@ r"""The engine on a GPU: latency, throughput, memory and host time; base, stage 
     python scripts/bench/engine.py --base /tmp/base --stage1 .series/trees/core_r0.19.0-stage1 \
         --stage2 .series/trees/core_r0.19.0-stage2 --shape 8B --out docs/benchmarks
 
-Needs a GPU, FlashInfer and a FlashAttention that Megatron's dynamic engine takes. `--shape` may be
-repeated; shapes that were measured before stay in the results. Writes engine.json, engine.md and
+Needs a GPU, FlashInfer and a FlashAttention that Megatron's dynamic engine takes. `--shape` and
+`--mode` may be repeated; what was measured before and is not named stays in the results. Writes engine.json, engine.md and
 engine.png (with matplotlib) and exits with 1 where a goal is missed. With `--render` it measures
 nothing and writes the others anew from the engine.json in the folder.
 """
@@ -41,8 +41,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPT_TOKENS, NEW_TOKENS = 1024, 48
+PROFILED_STEPS = 4
 MIN_GAIN, MIN_RATIO, MAX_HOST_US = 1.10, 0.99, 50
-GAIN_AT = ("8B", "graphs, 256 requests")
+GAIN_AT = ("8B", "graphs", "256 requests")
 
 
 @dataclass(frozen=True)
@@ -149,12 +150,28 @@ def serve(engine: Any, batch: int, arrivals: int) -> dict[str, float]:
     return result
 
 
+def device_ms(engine: Any, batch: int) -> float:
+    """Milliseconds that the device is busy in a step that only decodes, whatever the host does."""
+    model.add_requests(engine, batch, PROMPT_TOKENS, NEW_TOKENS)
+    while not engine.context.is_decode_only() or engine.context.total_request_count < batch:
+        engine.step_modern()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED_STEPS):
+            engine.step_modern()
+        torch.cuda.synchronize()
+    model.drain(engine)
+    busy = sum(event.self_device_time_total for event in profile.key_averages())
+    return float(busy) / PROFILED_STEPS / 1e3
+
+
 @torch.inference_mode()
-def worker(shape: str, variant: str, out: Path) -> None:
+def worker(shape: str, variant: str, modes: list[str], out: Path) -> None:
     """Measure one variant in this process, on the tree that PYTHONPATH names."""
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     with model.one_rank():
-        for name, mode in MODES.items():
+        for name in modes:
+            mode, found = MODES[name], results.setdefault(name, {})
             model.seed()
             torch.cuda.reset_peak_memory_stats()
             inference = {"buffer_size_gb": 50, **dict(mode.inference), **VARIANTS[variant][1]}
@@ -163,21 +180,24 @@ def worker(shape: str, variant: str, out: Path) -> None:
             )
             serve(engine, 2, 0)  # what is compiled at first use
             for batch in mode.batches:
-                case = f"{name}, {batch} requests"
-                results[case] = serve(engine, batch, mode.arrivals)
-                results[case]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                case = found[f"{batch} requests"] = serve(engine, batch, mode.arrivals)
+                case["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                if "decode_ms" in case:
+                    case["device_ms"] = device_ms(engine, batch)
             del engine
             model.free_memory()
     out.write_text(json.dumps(results))
 
 
-def run(trees: dict[str, Path], shape: str, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+def run(
+    trees: dict[str, Path], shape: str, modes: list[str], rounds: int
+) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
     """Measure all variants in turn, each in processes of its own.
 
     Returns:
-        By case and variant the best of `rounds` processes: least times, most tokens a second.
+        By mode, case and variant the best of `rounds` processes: least times, most tokens a second.
     """
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    best: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         for turn in range(rounds):
@@ -188,38 +208,68 @@ def run(trees: dict[str, Path], shape: str, rounds: int) -> dict[str, dict[str, 
                 )
                 command = [sys.executable, "-W", "ignore", __file__]
                 subprocess.run(
-                    [*command, "--worker", shape, variant, str(out)],
+                    [*command, "--worker", shape, variant, json.dumps(modes), str(out)],
                     env={**os.environ, "PYTHONPATH": path},
                     check=True,
                 )
-                for case, values in json.loads(out.read_text()).items():
-                    best = found.setdefault(case, {}).setdefault(variant, values)
-                    for what, value in values.items():
-                        choose = max if what == "tokens_per_second" else min
-                        best[what] = choose(best[what], value)
-    return found
+                for mode, found in json.loads(out.read_text()).items():
+                    for case, values in found.items():
+                        kept = best.setdefault(mode, {}).setdefault(case, {})
+                        kept[variant] = better(kept.get(variant, values), values)
+    return best
 
 
-def cases(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, dict[str, float]]]]:
-    """Shape, case and what each variant took."""
-    for shape, found in result["shapes"].items():
-        for case, variants in found["cases"].items():
-            yield shape, case, variants
+def better(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+    """The least times of two processes, and the most tokens a second."""
+    return {
+        what: (max if what == "tokens_per_second" else min)(value, second[what])
+        for what, value in first.items()
+    }
+
+
+def cases(
+    result: dict[str, Any],
+) -> Iterator[tuple[tuple[str, str, str], dict[str, dict[str, float]]]]:
+    """Shape, mode and case, and what each variant took."""
+    for shape, modes in result["shapes"].items():
+        for mode, found in modes.items():
+            for case, variants in found["cases"].items():
+                yield (shape, mode, case), variants
 
 
 def misses(result: dict[str, Any]) -> list[str]:
     """The goals that were missed, in words."""
     missed = []
-    for shape, case, variants in cases(result):
+    for case, variants in cases(result):
         ours, flash = variants["FlashInfer"], variants["stage 1"]
         if "decode_ms" in ours and "decode_ms" in flash:
             gain = flash["decode_ms"] / ours["decode_ms"]
-            wanted = MIN_GAIN if (shape, case) == GAIN_AT else MIN_RATIO
+            wanted = MIN_GAIN if case == GAIN_AT else MIN_RATIO
             if gain < wanted:
-                missed.append(f"{shape}, {case}: {gain:.3f} times stage 1's decode rate")
-        if ours.get("host_us", 0) > MAX_HOST_US and "graphs" in case:
-            missed.append(f"{shape}, {case}: {ours['host_us']:.0f} µs of the host a decode step")
+                missed.append(f"{', '.join(case)}: {gain:.3f} times stage 1's decode rate")
+        if ours.get("host_us", 0) > MAX_HOST_US and MODES[case[1]].graphs:
+            missed.append(f"{', '.join(case)}: {ours['host_us']:.0f} µs of the host a decode step")
     return missed
+
+
+def row_of(
+    batch: str, variant: str, values: dict[str, float], flash: dict[str, float]
+) -> list[str]:
+    """A line of a table: what a variant took, beside stage 1."""
+    times = []
+    for what in ("decode_ms", "device_ms"):
+        known = what in values and what in flash
+        times.append(f"{values[what]:.3f}" if what in values else "")
+        times.append(f"{flash[what] / values[what]:.3f}" if known else "")
+    return [
+        batch,
+        variant,
+        f"{values['first_token_ms']:.1f}",
+        *times,
+        f"{values['tokens_per_second']:.0f}",
+        f"{values['peak_gib']:.1f}",
+        f"{values['host_us']:.0f}" if "host_us" in values else "",
+    ]
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -229,43 +279,26 @@ def markdown(result: dict[str, Any]) -> str:
         f"Random weights in bf16, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each. All"
         " requests come at once,",
         "or one a step where they are said to be arriving. A graph is of all layers. `decode` is the median",
-        "of steps that only decode, synchronised; `ratio` is stage 1's over FlashInfer's. `host` is what",
-        "the host spends in FlashInfer's preparation of such a step. Memory is that of the whole process,",
+        "of steps that only decode, synchronised; `ratio` is stage 1's over the variant's. `busy` is how",
+        "long the device computes in such a step, by a profile, whatever the host does beside. `host` is",
+        "what the host spends in FlashInfer's preparation of it. Memory is that of the whole process,",
         "cache included.",
         "",
         "![Decode rate beside stage 1](engine.png)",
     ]
-    for shape, found in result["shapes"].items():
-        rows = []
-        for case, variants in found["cases"].items():
-            for variant, values in variants.items():
-                decode, flash = values.get("decode_ms"), variants["stage 1"].get("decode_ms")
-                rows.append(
-                    [
-                        case,
-                        variant,
-                        f"{values['first_token_ms']:.1f}",
-                        "" if decode is None else f"{decode:.3f}",
-                        "" if decode is None or flash is None else f"{flash / decode:.3f}",
-                        f"{values['tokens_per_second']:.0f}",
-                        f"{values['peak_gib']:.1f}",
-                        f"{values['host_us']:.0f}" if "host_us" in values else "",
-                    ]
-                )
-        where = found["environment"]
-        lines += ["", f"## {shape}", ""]
-        lines += report.table(list(where), [list(where.values())])
-        head = [
-            "case",
-            "variant",
-            "first token ms",
-            "decode ms",
-            "ratio",
-            "tokens/s",
-            "GiB",
-            "host µs",
-        ]
-        lines += ["", *report.table(head, rows)]
+    head = ["requests", "variant", "first token ms", "decode ms", "ratio", "busy ms", "busy ratio"]
+    head += ["tokens/s", "GiB", "host µs"]
+    for shape, modes in result["shapes"].items():
+        for mode, found in modes.items():
+            where = found["environment"]
+            rows = [
+                row_of(case.split(" ")[0], variant, values, variants["stage 1"])
+                for case, variants in found["cases"].items()
+                for variant, values in variants.items()
+            ]
+            lines += ["", f"## {shape}, {mode}", ""]
+            lines += report.table(list(where), [list(where.values())])
+            lines += ["", *report.table(head, rows)]
     lines += ["", "## Goals", ""]
     lines += [f"- missed: {miss}" for miss in misses(result)] or ["All met."]
     return "\n".join([*lines, ""])
@@ -276,19 +309,24 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot  # type: ignore
 
     figure, axis = pyplot.subplots(figsize=(8, 4.5))
-    for shape, found in result["shapes"].items():
+    where = {}
+    for shape, modes in result["shapes"].items():
+        if "graphs" not in modes:
+            continue
+        where = modes["graphs"]["environment"]
         gains = [
             variants["stage 1"]["decode_ms"] / variants["FlashInfer"]["decode_ms"]
             for batch in BATCHES
-            for variants in [found["cases"][f"graphs, {batch} requests"]]
+            for variants in [modes["graphs"]["cases"][f"{batch} requests"]]
         ]
         axis.plot([str(batch) for batch in BATCHES], gains, marker="o", label=shape)
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xlabel(f"requests, each of {PROMPT_TOKENS} tokens and more")
     axis.set_ylabel("decode rate over FlashAttention's")
     axis.legend()
-    where = next(iter(result["shapes"].values()))["environment"]
-    axis.set_title(f"CUDA graphs, bf16, {where['GPU']}, {where['date']}")
+    axis.set_title(
+        ", ".join(["CUDA graphs, bf16", *(where[key] for key in ("GPU", "date") if where)])
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -304,12 +342,14 @@ def main() -> int:
         parser.add_argument(f"--{tree}", type=Path, help=f"tree with {what}")
     parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--shape", action="append", choices=list(model.SHAPES), help="repeatable")
+    parser.add_argument("--mode", action="append", choices=list(MODES), help="repeatable; else all")
     parser.add_argument("--rounds", type=int, default=1, help="processes of each variant")
     parser.add_argument("--render", action="store_true", help="write only engine.md and .png, anew")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.worker[0], args.worker[1], Path(args.worker[2]))
+        shape, variant, modes, out = args.worker
+        worker(shape, variant, json.loads(modes), Path(out))
         return 0
     if args.out is None:
         parser.error("--out is required")
@@ -325,8 +365,11 @@ def main() -> int:
             sys.exit("This benchmark needs a GPU, and torch finds none.")
         args.out.mkdir(parents=True, exist_ok=True)
         for shape in args.shape or ["8B"]:
-            found = run(trees, shape, args.rounds)
-            result["shapes"][shape] = {"environment": environment.versions(), "cases": found}
+            found = run(trees, shape, args.mode or list(MODES), args.rounds)
+            where = environment.versions()
+            for mode, of_mode in found.items():
+                modes = result["shapes"].setdefault(shape, {})
+                modes[mode] = {"environment": where, "cases": of_mode}
             results.write_text(json.dumps(result, indent=1) + "\n")
     report.publish(args.out / "engine.md", markdown(result), functools.partial(plot, result))
     return 1 if misses(result) else 0

@@ -10,8 +10,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -66,6 +68,13 @@ def _one_call_each(
     return times
 
 
+@contextmanager
+def _profile_of_a_millisecond_each(activities: Any) -> Iterator[Any]:
+    """A profile of the device, which is none, in four steps."""
+    del activities
+    yield SimpleNamespace(key_averages=lambda: [SimpleNamespace(self_device_time_total=4000.0)])
+
+
 def _kernels() -> str:
     batches = {
         'decode_batches': [('3 x 300', attention.Batch(decode=(300, 5, 256)))],
@@ -102,14 +111,16 @@ def _engine() -> str:
         'arriving': engine.Mode(False, (3,), arrivals=1, inference=(('max_tokens', 64),)),
         'drafts': engine.Mode(False, (2,), drafts=2),
     }
-    cases: dict[str, dict[str, Any]] = {}
+    modes: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / 'out.json'
         for variant in engine.VARIANTS:
-            engine.worker('8B', variant, out)
-            for case, values in json.loads(out.read_text()).items():
-                cases.setdefault(case, {})[variant] = values
-    return engine.markdown({'shapes': {'8B': {'environment': WHERE, 'cases': cases}}})
+            engine.worker('8B', variant, list(engine.MODES), out)
+            for mode, found in json.loads(out.read_text()).items():
+                cases = modes.setdefault(mode, {'environment': WHERE, 'cases': {}})['cases']
+                for case, values in found.items():
+                    cases.setdefault(case, {})[variant] = values
+    return engine.markdown({'shapes': {'8B': modes}})
 
 
 def _rollout() -> str:
@@ -160,6 +171,7 @@ def main() -> None:
         (timing, 'alternate', _one_call_each),
         (communication_utils, '_is_cuda', lambda tensor: None),
         (torch, 'Generator', lambda device='cpu': generator()),
+        (torch.profiler, 'profile', _profile_of_a_millisecond_each),
         (torch.cuda, 'reset_peak_memory_stats', lambda: None),
         (torch.cuda, 'max_memory_allocated', lambda: 1 << 30),
     ):
