@@ -249,10 +249,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
         for number, shape in enumerate(shapes):
             values = {row["batch"]: ratio(row) for row in rows if row["shape"] == shape}
             places = [place + (number - 1) * 0.27 for place in range(len(names))]
-            axis.bar(places, [values.get(name, 0) for name in names], 0.25, label=shape)
+            above = [values.get(name, 1) - 1 for name in names]
+            axis.bar(places, above, 0.25, bottom=1, label=shape)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(names)), names, rotation=60, ha="right")
         axis.set_title(phase)
+    axes[0].set_yscale("log", base=2)
+    axes[0].yaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("FlashAttention's time over FlashInfer's")
     axes[0].legend()
     where = result["attention"]["environment"]
