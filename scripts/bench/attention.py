@@ -10,8 +10,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,21 +321,34 @@ class Case:
             assert error <= MAX_ERROR, f"two paths are {error:.3g} apart"
 
     def measure(self) -> dict[str, float]:
-        """Microseconds of one layer by each path, and of preparing a step: device, and host."""
+        """Microseconds of one layer by each path, and of preparing a step: device, and host.
+
+        What the host takes to launch a layer outside of graphs is beside a path's name as `call`.
+        """
         calls = self.calls()
         self.check(calls)
         graphs = {name: timing.graph_of(call, self.layers) for name, call in calls.items()}
         times = timing.alternate(graphs, self.layers, flush=True)
         prepare = timing.graph_of(lambda _: self.attention.derive_step(), 1)
         times["derive"] = timing.alternate({"derive": prepare}, 1)["derive"]
-        return {**times, "host": statistics.median(self._host_us() for _ in range(HOST_CALLS))}
+        for name, call in calls.items():
+            times[f"{name} call"] = _host_us(partial(call, 0))
+        return {**times, "host": _host_us(self._prepare)}
 
-    def _host_us(self) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    def _prepare(self) -> None:
         self.attention.plan_step(self.context)
         self.attention.derive_step()
-        return (time.perf_counter() - start) * 1e6
+
+
+def _host_us(call: Callable[[], object]) -> float:
+    """Microseconds that the host takes for a call, the device idle before; the median of several."""
+    times = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
 
 
 def padding() -> list[dict[str, Any]]:
@@ -388,8 +402,9 @@ def run() -> list[dict[str, Any]]:
     """Measure every shape and batch.
 
     Returns:
-        A row per case: microseconds of a layer by `flashinfer` and by `flash`, of deriving a step on
-        the device (`derive`) and of preparing it on the host (`host`), bytes of keys and values, and
+        A row per case: microseconds of a layer by `flashinfer` and by `flash`, of launching it eagerly
+        on the host (each one's `call`), of deriving a step on the device (`derive`) and of preparing
+        it on the host (`host`), bytes of keys and values, and
         floating-point operations.
     """
     rows = []

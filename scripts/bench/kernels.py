@@ -134,7 +134,7 @@ def markdown(result: dict[str, Any]) -> str:
         "Device time of one layer in bf16, blocks of 256 tokens, in CUDA graphs over many layers with the",
         "L2 cache flushed. `ratio` is FlashAttention's time over FlashInfer's. `step µs` is what deriving",
         "the step takes on the device, `host µs` what preparing it takes on the host, each once for all",
-        "layers.",
+        "layers; `call µs` is what launching one layer takes on the host, outside of graphs.",
         "",
         *measured_on(result["attention"]),
         "![Decode and prefill beside FlashAttention](kernels.png)",
@@ -155,12 +155,16 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{of_ceiling(row, result['attention']['ceilings'], 'flash'):.0%}",
                 f"{row['us']['derive']:.1f}",
                 f"{row['us']['host']:.0f}",
+                *(
+                    f"{row['us'][call]:.0f}" if call in row["us"] else ""
+                    for call in ("flashinfer call", "flash call")
+                ),
             ]
             for row in result["attention"]["rows"]
             if row["phase"] == phase
         ]
         head = ["heads", "batch", "FlashInfer µs", "flash µs", "ratio", share, "flash's"]
-        head += ["step µs", "host µs"]
+        head += ["step µs", "host µs", "call µs", "flash's"]
         lines += ["", f"## {phase.capitalize()}", "", *report.table(head, rows)]
     rows = [
         [
