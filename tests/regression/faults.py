@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.transformer.attention import Attention
 from tiny_engine import Model
 
 _append = DynamicInferenceContext.append_key_value_cache
@@ -121,6 +122,21 @@ def wrong_block_bytes(model: Model) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gate_left_out(model: Model) -> Iterator[None]:
+    """Attention's output is not gated."""
+    del model
+    with mock.patch.object(Attention, '_apply_output_gate', lambda self, output, gate: output):
+        yield
+
+
+@contextmanager
+def rope_in_all_layers(model: Model) -> Iterator[None]:
+    """Layers that are to have no RoPE have it."""
+    with mock.patch.object(model.config, 'no_rope_freq', None):
+        yield
+
+
 Fault = Callable[[Model], AbstractContextManager[None]]
 
 FAULTS: dict[str, Fault] = {
@@ -134,5 +150,7 @@ FAULTS: dict[str, Fault] = {
         nan_in_valid_region,
         wrong_kv_heads,
         wrong_block_bytes,
+        gate_left_out,
+        rope_in_all_layers,
     )
 }

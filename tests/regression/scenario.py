@@ -33,7 +33,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.inference.utils import InferenceMode
 from recording import Forward, Outcome, Recording
 from reference_attention import gather_paged
-from scenarios import Scenario
+from scenarios import SHARED_FAULTS, Scenario
 from tiny_engine import Model
 
 _ENUMS = {
@@ -58,7 +58,8 @@ def run(scenario: Scenario, device: torch.device, fault: str = '') -> Outcome:
             return Outcome(skipped=reason)
         model = _build_model(scenario, device)
         recording = _record(scenario, model, device, fault)
-        dense = {} if fault else _compare_with_dense(scenario, model, recording, device)
+        comparable = not fault or fault in SHARED_FAULTS
+        dense = _compare_with_dense(scenario, model, recording, device) if comparable else {}
         return Outcome(recording, dense=dense)
     except Exception:
         return Outcome(error=traceback.format_exc())
@@ -175,8 +176,7 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
             counters['chunks'] += int(context.chunked_prefill_request_id != -1)
             recording.free_blocks.append(int(context.kv_block_allocator.total_avail))
             if scenario.suspend_every and step % scenario.suspend_every == 0:
-                engine.suspend()
-                engine.resume()
+                _suspend(scenario, engine)
                 counters['suspensions'] += 1
                 if options.get('kv_cache_management_mode') == 'recompute':
                     _poison(context)
@@ -184,9 +184,7 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
 
         if scenario.trained:
             tiny_engine.run_engine(engine, _prompts(scenario), sampling)
-            engine.suspend()
-            _train(scenario, model, device)
-            engine.resume()
+            _suspend(scenario, engine, lambda: _train(scenario, model, device))
             counters['suspensions'] += 1
             _poison(context)
         stack.callback(model.module.register_forward_hook(after_forward).remove)
@@ -205,6 +203,43 @@ def _record(scenario: Scenario, model: Model, device: torch.device, fault: str) 
     recording.counters = {**counters, **_counters(engine)}
     _record_memory(recording, context)
     return recording
+
+
+def _suspend(
+    scenario: Scenario, engine: DynamicInferenceEngine, meanwhile: Callable[[], None] | None = None
+) -> None:
+    """Suspend and resume.
+
+    Raises:
+        RuntimeError: something has moved that has to stay where it is.
+    """
+    before = _addresses(engine.context)
+    engine.suspend()
+    if meanwhile:
+        meanwhile()
+    engine.resume()
+    options = scenario.inference
+    stays = options.get('static_kv_memory_pointers') or options.get('unified_memory_level')
+    stays = stays or options.get('kv_cache_management_mode', 'persist') == 'persist'
+    if stays and _addresses(engine.context) != before:
+        raise RuntimeError('the cache, or what FlashInfer keeps beside it, has moved')
+
+
+def _addresses(context: Any) -> list[int]:
+    """Where the cache is, and what FlashInfer's kernels keep beside it."""
+    found = [context.memory_buffer.data_ptr()]
+
+    def add(owner: Any) -> None:
+        for value in vars(owner).values():
+            if isinstance(value, Tensor):
+                found.append(value.data_ptr())
+            elif hasattr(value, 'derive'):
+                add(value)
+
+    attention = getattr(context, 'flashinfer_attention', None)
+    for kernel in attention._kernels.values() if attention else ():
+        add(kernel)
+    return found
 
 
 def _replace(
@@ -238,6 +273,7 @@ def _counters(engine: DynamicInferenceEngine) -> dict[str, int]:
         'evicted': engine.evicted_request_count,
         'prefix_hits': engine._prefix_cache_hits,
         'prefix_blocks': engine._prefix_cache_blocks_matched,
+        'skipped_tokens': engine._prefill_tokens_skipped,
         'overlaps': engine.context.async_sched_step_count,
         'unified_memory': engine.context.unified_memory_level,
         'drafts_accepted': accepted,

@@ -276,6 +276,16 @@ def _matrix() -> list[Scenario]:
             {'block_size_tokens': 64, **chunked},
             expects=('chunks',),
         ),
+        Scenario(
+            'hybrid-prefixes',
+            {**gqa, 'hybrid_pattern': 'M*MM*M*'},
+            {**lru, 'prefix_caching_mamba_gb': MIB},
+            # Mamba's state is kept where a prompt ends with a block.
+            lengths=(0, 16, 17, 40, 9, 3),
+            shared=48,
+            steps_between=14,
+            expects=('prefix_hits', 'skipped_tokens'),
+        ),
         # KV heads more than ranks, as many, and fewer.
         *(
             Scenario(f'tp2-{name}', {'num_query_groups': groups}, ranks=2)
@@ -465,6 +475,7 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
         'sink-learnable',
         'hybrid',
         'hybrid-chunked-blocks-64',
+        'hybrid-prefixes',
         'tp2-gqa',
         'tp2-mqa',
         'unified-memory',
@@ -580,7 +591,7 @@ FLASHINFER_FAULTS = {
     'sinks_twice': ('window-sinks-chunked-wide-flashinfer',),
     'decode_slots_off_by_one': ('gqa-blocks-16-wide-flashinfer', 'arrivals-wide-flashinfer'),
     'prefill_taken_for_decode': ('arrivals-wide-flashinfer',),
-    'cached_keys_forgotten': ('chunked-prefill-wide-flashinfer',),
+    'cached_keys_forgotten': ('chunked-prefill-wide-flashinfer', 'hybrid-prefixes-wide-flashinfer'),
     'padding_left_out': ('chunked-prefill-arrivals-wide-flashinfer',),
     'scale_ignored': (
         'gqa-blocks-16-wide-flashinfer',
@@ -596,6 +607,13 @@ FLASHINFER_FAULTS = {
     'sinks_of_the_first_step': ('trained-persist-wide-flashinfer',),
     'number_within_the_stage': ('pp2-unequal-wide-flashinfer',),
     'layer_off_by_one': ('hybrid-wide-flashinfer',),
+}
+
+# Faults of what both backends share: twins have the same, so that only forwards without a cache,
+# which have none, tell. And the twins that must catch them.
+SHARED_FAULTS = {
+    'gate_left_out': ('gate-and-layer-without-rope-wide-flashinfer',),
+    'rope_in_all_layers': ('gate-and-layer-without-rope-wide-flashinfer',),
 }
 
 
@@ -689,7 +707,15 @@ def tasks(name: str, device: str, seed: int) -> list[Task]:
     if name == 'flashinfer-faults':
         faulty = [(fault, FLASHINFER_FAULTS[fault]) for fault in FLASHINFER_FAULTS]
         faulty.append(('replanned', REPLANNED))
-        return [Task(TWINS[twin][1], fault) for fault, names in faulty for twin in names]
+        return [
+            *(Task(TWINS[twin][1], fault) for fault, names in faulty for twin in names),
+            *(
+                Task(one, fault)
+                for fault, names in SHARED_FAULTS.items()
+                for twin in names
+                for one in TWINS[twin]
+            ),
+        ]
     if name == 'alone':
         return [Task(one) for one in ALONE.values()]
     if name in ('twins', 'traces'):
