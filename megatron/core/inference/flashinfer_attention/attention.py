@@ -149,6 +149,10 @@ class FlashInferAttention:
 
         Args:
             context (DynamicInferenceContext): The context, its other tensors allocated.
+
+        Raises:
+            ImportError: If a kernel of this FlashInfer is planned in another way.
+            ValueError: If a kernel cannot count as much as there is room for.
         """
         view = context.gpu_view
         setup = Setup(
@@ -203,6 +207,8 @@ class FlashInferAttention:
             kernel.plan(shape)
             kernel.derive(shape)
             kernel.begin(shape)
+        if self._projected_kernel is not None:
+            self._projected_kernel.derive(shape)
         for layer in setup.layers:
             self._attend(self._call(query, keys, values, layer, shape))
         # What fails, fails here. And the host's copies are free for the first step's plan.

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.inference.config import FlashInferKernel
 
 from .kernels import Call, DecodeKernel, PrefillKernel, Setup
-from .mla_schedule import MlaSchedule
+from .mla_schedule import CTA_PAIRS, MlaSchedule
 from .selection import AttentionProblem
 from .step import StepShape
 
@@ -56,7 +56,7 @@ class Mla(DecodeKernel, PrefillKernel):
 
     Raises:
         ImportError: If this FlashInfer reads other lists.
-        ValueError: If the block table has room for more tokens than the kernels count.
+        ValueError: If the block table or a step has room for more than the kernels count.
     """
 
     KERNEL: FlashInferKernel
@@ -68,7 +68,7 @@ class Mla(DecodeKernel, PrefillKernel):
         from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore
 
         self._setup = setup
-        self._refuse_large_tables()
+        self._refuse_what_is_not_counted()
         latent_dim = setup.problem.value_dim
         self._dims = (latent_dim, setup.problem.head_dim - latent_dim)
         self._schedule = self._make_schedule(
@@ -81,15 +81,24 @@ class Mla(DecodeKernel, PrefillKernel):
         self._check()
         self._follow(self._schedule, setup.books.block_table)
         self._wrapper._pin_memory_int_workspace_buffer = None
+        self._compile()
 
-    def _refuse_large_tables(self) -> None:
-        requests, block_size = self._setup.max_requests, self._setup.problem.block_size_tokens
-        length = self._setup.max_kv_blocks * block_size
+    def _refuse_what_is_not_counted(self) -> None:
+        """The kernels count tokens of the block table and elements of queries in 32 bits."""
+        problem, requests = self._setup.problem, self._setup.max_requests
+        length = self._setup.max_kv_blocks * problem.block_size_tokens
+        tokens = self._setup.max_tokens
+        refused, lower = "", ""
         if requests * length >= 2**32:
+            refused = f"{requests} requests of {length} tokens"
+            lower = "max_requests or max_sequence_length"
+        elif tokens * problem.num_query_heads * problem.head_dim >= 2**32:
+            refused = f"the queries of {tokens} tokens"
+            lower = "max_tokens"
+        if refused:
             raise ValueError(
-                "FlashInfer counts the tokens of multi-latent attention in 32 bits, which "
-                f"{requests} requests of {length} tokens exceed: lower max_requests or "
-                "max_sequence_length, or set inference_attention_backend to flash."
+                f"FlashInfer counts in 32 bits in multi-latent attention, which {refused} exceed: "
+                f"lower {lower}, or set inference_attention_backend to flash."
             )
 
     def _make_schedule(self, max_requests: int, max_tokens: int, max_kv_blocks: int) -> MlaSchedule:
@@ -119,8 +128,10 @@ class Mla(DecodeKernel, PrefillKernel):
         """
         problem, (layer,) = self._setup.problem, self._setup.layers
         device, block_size = self._setup.device, problem.block_size_tokens
-        # Keys that are split, pages that are not in order, and nothing that is 0 throughout.
-        query_lengths, kv_lengths, padding = (1, 40), (2000 + block_size, 41), 3
+        # Keys that are split, pages that are not in order, and nothing that is 0 throughout. The
+        # longer request has as many tokens as it takes for clusters of two CTAs.
+        long = 3 * CTA_PAIRS // problem.num_query_heads + 1
+        query_lengths, kv_lengths, padding = (1, long), (2000 + block_size, long + 1), 3
         num_tokens = sum(query_lengths)
         blocks = [math.ceil(length / block_size) for length in kv_lengths]
         starts = torch.tensor([0, query_lengths[0], num_tokens], dtype=torch.int32)
@@ -157,7 +168,7 @@ class Mla(DecodeKernel, PrefillKernel):
         block_table = torch.full((2, blocks[0]), -1, dtype=torch.int32, device=device)
         block_table[0], block_table[1, : blocks[1]] = pages.split(blocks)
         self._follow(schedule, block_table)
-        # Alone, and with another request in a graph's shape, which has twice the CTAs in a cluster.
+        # By clusters of one CTA, of which 128 heads have none, and of two.
         for count in (1, 2):
             tokens = sum(query_lengths[:count])
             tokens += padding if count == 2 else 0
@@ -188,6 +199,21 @@ class Mla(DecodeKernel, PrefillKernel):
                 raise self._unknown() from error
             if not torch.allclose(found, expected[:tokens], rtol=2e-2, atol=2e-2):
                 raise self._unknown()
+
+    def _compile(self) -> None:
+        """Make a list of nothing but padding for clusters of one CTA, and of two."""
+        for tokens in (1, 2 * CTA_PAIRS // self._setup.problem.num_query_heads + 1):
+            if tokens <= self._setup.max_tokens:
+                self.derive(
+                    StepShape(
+                        num_decode=0,
+                        num_requests=0,
+                        decode_slots=0,
+                        padded_requests=1,
+                        num_tokens=tokens,
+                        has_prefill=True,
+                    )
+                )
 
     def _unknown(self) -> ImportError:
         return ImportError(
@@ -228,7 +254,7 @@ class MlaFa3(Mla):
 
 
 class MlaFa2(Mla):
-    """On any GPU. Run on SM 9.0 alone."""
+    """On any GPU. Tested on SM 9.0 only."""
 
     KERNEL = FlashInferKernel.FA2
 

@@ -22,12 +22,12 @@ TILE_COST = 128
 class MlaSchedule:
     """The works of a step, and how partial results are merged.
 
-    The kernels run one CTA per multiprocessor, alone or in clusters of two. Each cluster computes
+    The kernels run a CTA on each multiprocessor, alone or in clusters of two. Each cluster computes
     its works: a tile of query pairs (a query token and one of its heads) against a range of keys.
     Here the tiles of all requests lie on a line, one after the other, each as long as its keys are
     many, and the line is cut into one piece per cluster. So clusters have as much to do as each
     other, whatever the lengths of the requests, and a tile is computed in parts only where a cut
-    goes through it. Its partial results are merged by as many CTAs as there are cuts.
+    goes through it. Its partial results are merged by as many clusters as there are cuts.
 
     FlashInfer's own planner makes such a list on the host, for 150 microseconds and more a step.
 
@@ -181,8 +181,9 @@ def _keys_of_tile(tile, query_length, kv_length, TOKENS: tl.constexpr):
 @triton.jit
 def _cost_of_tiles(tiles, query_length, kv_length, TOKENS: tl.constexpr, COST: tl.constexpr):
     # Of a row's first tiles. All but a row's last see `TOKENS` keys more than the one before.
-    earlier = (kv_length - query_length).to(tl.int64)
-    more = tl.minimum(tiles * TOKENS, query_length) + tiles * (tiles - 1) // 2 * TOKENS
+    tiles = tiles.to(tl.int64)
+    earlier = kv_length - query_length
+    more = tl.minimum(tiles * TOKENS, query_length.to(tl.int64)) + tiles * (tiles - 1) // 2 * TOKENS
     return tiles * COST + tl.where(kv_length > 0, tiles * earlier + more, 0)
 
 
@@ -221,7 +222,7 @@ def _cuts_kernel(
         own_kv_length = tl.sum(tl.where(is_own, kv_length, 0))
         own_tiles = tl.sum(tl.where(is_own, tiles, 0))
         # The last tile that begins at or before this place, by bisection.
-        tile, beyond = 0, own_tiles
+        tile, beyond = own_tiles * 0, own_tiles
         while beyond - tile > 1:
             middle = (tile + beyond) // 2
             cost = _cost_of_tiles(middle, own_query_length, own_kv_length, TOKENS, COST)
@@ -318,7 +319,7 @@ def _works_kernel(
         own_length, own_kv_length, own_tiles = _lengths(
             row, query_starts_ptr, query_lengths_ptr, kv_lengths_ptr, num_rows, num_tokens, TOKENS
         )
-        while tile == own_tiles:
+        while (tile == own_tiles) & (row < num_rows):
             row += 1
             tile = 0
             own_length, own_kv_length, own_tiles = _lengths(

@@ -36,7 +36,7 @@ PREFERENCE: Dict[int, Phases] = {
     10: Phases(decode=(TRTLLM_GEN, FA2), prefill=(TRTLLM_GEN, FA2)),
     12: Phases(decode=(FA2,), prefill=(FA2,)),
 }
-# With multi-latent attention one kernel serves both phases. Measured on SM 9.0, else not run.
+# With multi-latent attention one kernel serves both phases. Tested on SM 9.0 only.
 MLA_PREFERENCE: Dict[int, Phases] = {
     8: Phases(decode=(FA2,), prefill=(FA2,)),
     9: Phases(decode=(FA3, FA2), prefill=(FA3, FA2)),

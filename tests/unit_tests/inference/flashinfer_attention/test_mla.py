@@ -407,6 +407,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             batch.attention()
 
+    def test_more_elements_than_are_counted(self):
+        tokens = 2**32 // (128 * (LATENT + ROTARY)) + 1
+        batch = LatentBatch([5], [], heads=128, max_tokens=tokens)
+        message = f"which the queries of {tokens} tokens exceed: lower max_tokens, or set"
+        with pytest.raises(ValueError, match=message):
+            batch.attention()
+
 
 @pytest.fixture
 def change_wrapper(monkeypatch):

@@ -11,6 +11,7 @@ from megatron.core.inference.flashinfer_attention.mla_schedule import (
     KEY_TILE,
     TILE_COST,
     MlaSchedule,
+    _cuts_kernel,
 )
 from megatron.core.inference.flashinfer_attention.step import StepShape
 
@@ -208,6 +209,41 @@ class TestMlaSchedule:
         case.check()
         loads = case.loads()
         assert max(loads) <= 1.001 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize(
+    "heads, queries", [(128, [46342, 9, 50000]), (32, [131072]), (16, [9, 185365])]
+)
+def test_prompts_of_many_tiles(heads, queries):
+    """Whose costs are beyond 32 bits: cuts are in order, and as many keys apart as they should be."""
+    clusters, tokens = 2, 128 // heads
+    starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
+    keys = [query + 1 for query in queries]
+    schedule = MlaSchedule(4, starts[-1], MAX_BLOCKS, heads, 512, 2 * clusters, DEVICE)
+    cuts = torch.full((2, clusters + 1), -1, dtype=torch.int32, device=DEVICE)
+    _cuts_kernel[(clusters + 1,)](
+        on_device(starts, 5),
+        on_device(queries, 4),
+        on_device(keys, 4),
+        len(queries),
+        starts[-1],
+        cuts,
+        cuts.stride(0),
+        CLUSTERS=clusters,
+        TOKENS=tokens,
+        ROWS=schedule.rows,
+        KEYS=KEY_TILE,
+        COST=TILE_COST,
+    )
+    costs = torch.cat(
+        [
+            1 + torch.arange(tokens, query + tokens, tokens).clamp(max=query) + TILE_COST
+            for query in queries
+        ]
+    ).cumsum(0)
+    middle = int((costs <= costs[-1] // clusters).sum())
+    assert cuts[0].tolist() == [0, pytest.approx(middle, abs=1), len(costs)]
+    assert cuts[1, 2] == 0
 
 
 def test_the_grid_is_that_of_the_dimensions():
