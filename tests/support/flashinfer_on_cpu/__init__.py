@@ -37,6 +37,8 @@ VERSION = '0.6.18.post1'
 """The FlashInfer whose signatures the stand-in has."""
 SM_COUNT = 8
 """Multiprocessors of the GPU that there is said to be."""
+L2_CACHE_BYTES = 64 * 1024
+"""Its cache, so small that the keys of a few prompts are more."""
 
 _installed = ExitStack()
 
@@ -104,6 +106,7 @@ def install(version: str | None = VERSION, capability: tuple[int, int] = (9, 0))
         major=major,
         minor=minor,
         multi_processor_count=SM_COUNT,
+        L2_cache_size=L2_CACHE_BYTES,
         total_memory=80 * 1024**3,
     )
     for place, name, replacement in (

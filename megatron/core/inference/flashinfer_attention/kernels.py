@@ -367,6 +367,7 @@ class Fa3(_Wrapped):
     KERNEL = FlashInferKernel.FA3
     TAKES_NEW_KEYS = True
     WORKSPACE_BYTES = 256  # the wrapper insists on one, the kernel uses none
+    CACHE_SHARE = 2  # keys of a section of works take one part in so many of the GPU's cache
     ATTRIBUTES = (
         "_plan_info",
         "_int_workspace_buffer",
@@ -399,13 +400,17 @@ class Fa3(_Wrapped):
         self, max_requests: int, max_tokens: int, max_kv_blocks: int
     ) -> PrefillSchedule:
         problem, device = self._setup.problem, self._setup.device
+        properties = torch.cuda.get_device_properties(device)
+        key_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         return PrefillSchedule(
             max_requests,
             max_tokens,
             max_kv_blocks,
             problem.num_query_heads,
+            problem.num_kv_heads,
             problem.value_dim,
-            torch.cuda.get_device_properties(device).multi_processor_count,
+            properties.multi_processor_count,
+            properties.L2_cache_size // self.CACHE_SHARE // key_bytes,
             device,
         )
 

@@ -180,8 +180,10 @@ class PrefillSchedule:
     That kernel runs one CTA per multiprocessor, which computes the works of its part of the list:
     one tile of query tokens of one request and one head each. FlashInfer's own planner makes the
     list on the host, in a loop over heads and tiles, for about a millisecond a step; here each work
-    finds its own place. Works are dealt out by descending number of keys, there and back over
-    the CTAs, heads of one tile next to each other, so that they share their keys in the cache.
+    finds its own place. Works are dealt out in sections of heads whose keys the GPU's cache can
+    hold, so that a request's tiles share them, heads of one tile next to each other. The last
+    section's works go by descending number of keys, those of the one before the other way round,
+    and so on, there and back over the CTAs, which loads them evenly.
 
     A request's page ids are its row of the context's block table, for a page is a block here.
     Decode rows are left out. Padding tokens are one more request with no keys: the kernel writes
@@ -192,10 +194,16 @@ class PrefillSchedule:
         max_tokens (int): Query tokens of a step, padding included.
         max_kv_blocks (int): Blocks of one row of the context's block table.
         num_query_heads (int): Query heads of this partition.
+        num_kv_heads (int): KV heads of this partition.
         value_dim (int): Elements of one value.
         num_ctas (int): CTAs that the kernel runs, which is one per multiprocessor.
+        keys_in_cache (int): Keys, with their values, that the GPU's cache can hold.
         device (torch.device): Where the list is.
     """
+
+    # Works that a section has at least for each CTA. With fewer, requests that differ much would
+    # load them unevenly.
+    MIN_TURNS = 4
 
     def __init__(
         self,
@@ -203,12 +211,16 @@ class PrefillSchedule:
         max_tokens: int,
         max_kv_blocks: int,
         num_query_heads: int,
+        num_kv_heads: int,
         value_dim: int,
         num_ctas: int,
+        keys_in_cache: int,
         device: torch.device,
     ) -> None:
         self.max_kv_blocks = max_kv_blocks
         self.num_query_heads = num_query_heads
+        self.num_kv_heads = num_kv_heads
+        self.keys_in_cache = keys_in_cache
         self.tile = self.tile_tokens(value_dim)
         self.rows = triton.next_power_of_2(max_requests + 1)
         self.num_ctas = num_ctas
@@ -279,6 +291,9 @@ class PrefillSchedule:
             ROWS=self.rows,
             HEADS=self.num_query_heads,
             HEAD_TILE=triton.next_power_of_2(self.num_query_heads),
+            KV_HEADS=self.num_kv_heads,
+            KEYS_IN_CACHE=self.keys_in_cache,
+            MIN_TURNS=self.MIN_TURNS,
             CTAS=self.num_ctas,
             CTA_TILE=triton.next_power_of_2(self.num_ctas + 1),
             # Each program looks at all rows, which with fewer warps would not fit its registers.
@@ -316,6 +331,9 @@ def _schedule_kernel(
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEYS_IN_CACHE: tl.constexpr,
+    MIN_TURNS: tl.constexpr,
     CTAS: tl.constexpr,
     CTA_TILE: tl.constexpr,
 ):
@@ -353,9 +371,18 @@ def _schedule_kernel(
         rank = tl.sum(more) + tl.sum(tl.where(row < own_row, as_many, 0))
 
         head = tl.arange(0, HEAD_TILE)
-        turn = (rank * HEADS + head) // CTAS
-        place = (rank * HEADS + head) % CTAS
-        cta = tl.where(turn % 2 == 0, place, CTAS - 1 - place)
+        # As many sections as let their keys fit, as long as none gets too few works.
+        all_keys = tl.sum(kv_length).to(tl.int64) * KV_HEADS
+        most = tl.maximum(total * HEADS // (CTAS * MIN_TURNS), 1)
+        sections = tl.minimum(tl.maximum(tl.cdiv(all_keys, KEYS_IN_CACHE), 1), most).to(tl.int32)
+        heads = tl.cdiv(KV_HEADS, sections) * (HEADS // KV_HEADS)
+        first_head = head // heads * heads
+        sections_after = (HEADS - 1) // heads - head // heads
+        place = tl.where(sections_after % 2 == 0, rank, total - 1 - rank)
+        heads_here = tl.minimum(heads, HEADS - first_head)
+        order = first_head * total + place * heads_here + head - first_head
+        turn = order // CTAS
+        cta = tl.where(turn % 2 == 0, order % CTAS, CTAS - 1 - order % CTAS)
         slot = works_ptr + _first_work(cta, full, rest, CTAS) + turn
         mask = head < HEADS
         query_start = tl.load(query_starts_ptr + own_row)

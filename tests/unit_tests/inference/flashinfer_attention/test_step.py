@@ -2,6 +2,8 @@
 
 """Page tables and prefill schedules that are derived on the device, against plain Python."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from megatron.core.inference.flashinfer_attention.step import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_BLOCKS = 5
+MANY = 10**6  # more keys than any step has
 
 
 def on_device(values, length=None) -> torch.Tensor:
@@ -115,17 +118,36 @@ def works_in(queries):
     return [min((tile + 1) * 128, query) for query in queries for tile in range(-(-query // 128))]
 
 
+def sections_of(order, num_keys, schedule):
+    """Works in the order of the list, a list for each section, of which none comes twice."""
+    heads, kv_heads = schedule.num_query_heads, schedule.num_kv_heads
+    wanted = -(-num_keys * kv_heads // schedule.keys_in_cache)
+    sections = max(1, min(wanted, len(order) // (schedule.MIN_TURNS * schedule.num_ctas)))
+    together = -(-kv_heads // sections) * heads // kv_heads
+    groups = itertools.groupby(order, lambda work: work["head"] // together)
+    found = [(number, list(works)) for number, works in groups]
+    assert [number for number, _ in found] == list(range(len(found)))
+    return [works for _, works in found]
+
+
 class TestPrefillSchedule:
     @pytest.fixture(params=[1, 6, 132])
     def num_ctas(self, request):
         """Multiprocessors of the GPU, for which the list is made."""
         return request.param
 
-    @pytest.mark.parametrize("head_dim, heads", [(128, 3), (64, 4), (256, 1)])
+    @pytest.mark.parametrize(
+        "head_dim, heads, kv_heads, keys_in_cache",
+        [(128, 3, 3, 700), (64, 4, 2, 2500), (256, 1, 1, 100), (128, 6, 3, 5000), (64, 4, 1, MANY)],
+    )
     @pytest.mark.parametrize("seed", range(2))
-    def test_every_tile_of_every_head_once(self, head_dim, heads, seed, num_ctas):
+    def test_every_tile_of_every_head_once(
+        self, head_dim, heads, kv_heads, keys_in_cache, seed, num_ctas
+    ):
         generator = torch.Generator().manual_seed(seed)
-        schedule = PrefillSchedule(12, 1500, MAX_BLOCKS, heads, head_dim, num_ctas, DEVICE)
+        schedule = PrefillSchedule(
+            12, 1500, MAX_BLOCKS, heads, kv_heads, head_dim, num_ctas, keys_in_cache, DEVICE
+        )
         tile = schedule.tile_tokens(head_dim)
         for _ in range(2):
             shape, queries, kvs = random_step(generator, 12, 1500)
@@ -151,18 +173,28 @@ class TestPrefillSchedule:
             for plain, ragged in zip(ctas, works_of(schedule, is_ragged=True)):
                 assert ragged == [work | {"page": work["start"]} for work in plain]
 
-            # Dealt out evenly, and every CTA starts with its longest work.
+            # Dealt out evenly, there and back.
             counts = [len(works) for works in ctas]
             assert max(counts) - min(counts) <= 1
-            for works in ctas:
+            order = [
+                works[turn]
+                for turn in range(max(counts))
+                for works in (ctas, ctas[::-1])[turn % 2]
+                if turn < len(works)
+            ]
+            sections = sections_of(order, sum(kv for *_, kv in rows), schedule)
+            for place, section in enumerate(reversed(sections)):
                 keys = [
                     min(work["kv"] - work["query"] + (work["tile"] + 1) * tile, work["kv"])
-                    for work in works
+                    for work in section
                 ]
-                assert keys == sorted(keys, reverse=True)
+                assert keys == sorted(keys, reverse=place % 2 == 0)
+                tiles = [(work["request"], work["tile"]) for work in section]
+                assert len(list(itertools.groupby(tiles))) == len(set(tiles))
 
-    def test_load_is_balanced(self, num_ctas):
-        schedule = PrefillSchedule(12, 4096, MAX_BLOCKS, 8, 128, num_ctas, DEVICE)
+    @pytest.mark.parametrize("keys_in_cache", [2000, MANY])
+    def test_load_is_balanced(self, num_ctas, keys_in_cache):
+        schedule = PrefillSchedule(12, 4096, MAX_BLOCKS, 8, 2, 128, num_ctas, keys_in_cache, DEVICE)
         queries = [2048, 1024, 512, 256, 128]
         starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
         shape = StepShape(0, 5, 0, 5, sum(queries), True)
@@ -183,7 +215,7 @@ class TestPrefillSchedule:
 
     def test_many_rows(self, num_ctas):
         """As many as an engine has by default on a GPU with much memory."""
-        schedule = PrefillSchedule(12000, 4096, MAX_BLOCKS, 2, 128, num_ctas, DEVICE)
+        schedule = PrefillSchedule(12000, 4096, MAX_BLOCKS, 2, 1, 128, num_ctas, 300, DEVICE)
         queries, kvs = [1] * 200 + [300, 7], [500] * 200 + [400, 7]
         starts = [sum(queries[:row]) for row in range(len(queries) + 1)]
         schedule.derive(
@@ -202,7 +234,7 @@ class TestPrefillSchedule:
         assert schedule.first_token.tolist() == [200]
 
     def test_nothing_to_do(self, num_ctas):
-        schedule = PrefillSchedule(12, 256, MAX_BLOCKS, 4, 128, num_ctas, DEVICE)
+        schedule = PrefillSchedule(12, 256, MAX_BLOCKS, 4, 2, 128, num_ctas, MANY, DEVICE)
         schedule.derive(
             StepShape(3, 3, 3, 4, 3, True),
             on_device([0, 1, 2, 3], 13),
