@@ -96,6 +96,20 @@ def previous_tables(model: Model) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def begin_not_captured(model: Model) -> Iterator[None]:
+    """What the decode kernel derives in a step's first layer is no part of a graph."""
+    del model
+    begin = kernels.Xqa.begin
+
+    def eagerly(self: Any, shape: Any) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            begin(self, shape)
+
+    with _replaced(kernels.Xqa, 'begin', eagerly):
+        yield
+
+
 def _repeated(kernel: Any, name: str, prepare: Callable[..., None]) -> AbstractContextManager[Any]:
     """A step of the same shape as the one before is run by what was prepared for that."""
     last: list[Any] = [None]
@@ -362,6 +376,7 @@ FAULTS: dict[str, Fault] = {
         replanned,
         plan_destroyed,
         previous_tables,
+        begin_not_captured,
         previous_fa2_plan,
         previous_mla_works,
         window_of_another_layer,

@@ -230,11 +230,14 @@ def _addresses(context: Any) -> list[int]:
     found = [context.memory_buffer.data_ptr()]
 
     def add(owner: Any) -> None:
-        for value in vars(owner).values():
+        for name, value in vars(owner).items():
             if isinstance(value, Tensor):
                 found.append(value.data_ptr())
-            elif hasattr(value, 'derive'):
+            elif hasattr(value, 'derive') or name == '_wrapper':
                 add(value)
+            elif name in ('_wrappers', '_ragged_wrappers'):
+                for wrapper in value.values():
+                    add(wrapper)
 
     attention = getattr(context, 'flashinfer_attention', None)
     for kernel in attention._kernels.values() if attention else ():

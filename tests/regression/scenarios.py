@@ -352,6 +352,8 @@ def _more() -> list[Scenario]:
             )
             for drafts in (1, 4)
         ),
+        Scenario('hybrid-windows-sinks', {**gqa, **windows, **sinks, 'hybrid_pattern': 'M*MM*M*'}),
+        Scenario('tp2-windows-sinks', {**gqa, **windows, **sinks}, ranks=2),
         *(
             Scenario(f'trained-{mode}', learner, {'kv_cache_management_mode': mode}, **trained)
             for mode in ('persist', 'recompute')
@@ -520,7 +522,9 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
     yield stretched, _flashinfer(stretched, 'fa2')
     for name, kernel, scope in (
         ('mla-latents', 'auto', 'block'),
+        ('mla-latents-chunked', 'auto', 'layer'),
         ('mla-latents-chunked', 'fa2', 'layer'),
+        ('mla-latents-speculation', 'auto', 'block'),
         ('gqa-blocks-64', 'auto', 'layer'),
         ('gqa-blocks-64', 'auto', 'block'),
         ('mqa-blocks-256', 'fa2', 'block'),
@@ -547,16 +551,33 @@ def _twins() -> Iterator[tuple[Scenario, Scenario]]:
 
 TWINS: Twins = {twin.name: (base, twin) for base, twin in _twins()}
 
-# By FlashInfer alone: a later patch of the stage gives FlashAttention the model's scale.
-ALONE = {
-    scenario.name: scenario
-    for kernel in ('auto', 'fa2')
-    for scenario in [
-        _flashinfer(
-            Scenario('softmax-scale', {'softmax_scale': 0.04}, steps_between=2).wide, kernel
+
+def _alone() -> Iterator[Scenario]:
+    """Scenarios by FlashInfer alone, for which forwards without a cache are enough."""
+    # A later patch of the stage gives FlashAttention the model's scale.
+    scale = Scenario('softmax-scale', {'softmax_scale': 0.04}, steps_between=2)
+    yield from (_flashinfer(scale.wide, kernel) for kernel in ('auto', 'fa2'))
+    # FlashMLA takes blocks of 64 alone.
+    latents, chunked, prefixes, speculation = (
+        SCENARIOS[f'mla-latents{suffix}']
+        for suffix in ('', '-chunked', '-prefixes', '-speculation')
+    )
+    for base, size, shared in ((chunked, 16, 0), (prefixes, 128, 140), (chunked, 256, 0)):
+        inference = {**base.inference, 'block_size_tokens': size}
+        name = f'{base.name}-blocks-{size}'
+        yield _flashinfer(replace(base, name=name, inference=inference, shared=shared).wide)
+    for mode in ('persist', 'offload'):
+        yield _flashinfer(SCENARIOS[f'mla-latents-suspend-{mode}'].wide)
+    overlapping = latents.varied('async', async_sched_mode='async')
+    yield _flashinfer(replace(overlapping, expects=('overlaps',)).wide)
+    for drafts in (1, 4):
+        drafting = speculation.varied(f'{drafts}', num_speculative_tokens=drafts)
+        yield _flashinfer(
+            replace(drafting, model={**speculation.model, 'mtp_num_layers': drafts}).wide
         )
-    ]
-}
+
+
+ALONE = {scenario.name: scenario for scenario in _alone()}
 
 # Twins that must come out the same to the bit if all that a step's plan consists of is destroyed
 # before the next step is planned.
@@ -582,12 +603,21 @@ FLASHINFER_FAULTS = {
     'window_of_another_layer': (
         'window-every-second-layer-wide-flashinfer',
         'window-sinks-chunked-wide-fa2',
+        'window-sinks-chunked-wide-flashinfer-graphs-block',
+    ),
+    'begin_not_captured': (
+        'gqa-blocks-64-wide-flashinfer-graphs-layer',
+        'arrivals-wide-flashinfer-graphs-block',
     ),
     'pages_shifted': ('gqa-blocks-16-wide-flashinfer', 'mqa-blocks-256-wide-flashinfer'),
     'fa2_pages_shifted': ('gqa-blocks-16-wide-fa2-hnd',),
     'decode_length_off_by_one': ('gqa-blocks-64-wide-flashinfer', 'hybrid-wide-flashinfer'),
     'prefill_length_off_by_one': ('chunked-prefill-wide-flashinfer',),
-    'sinks_dropped': ('sink-off-by-one-wide-flashinfer', 'sink-learnable-wide-flashinfer'),
+    'sinks_dropped': (
+        'sink-off-by-one-wide-flashinfer',
+        'sink-learnable-wide-flashinfer',
+        'window-sinks-chunked-wide-flashinfer-graphs-block',
+    ),
     'sinks_twice': ('window-sinks-chunked-wide-flashinfer',),
     'decode_slots_off_by_one': ('gqa-blocks-16-wide-flashinfer', 'arrivals-wide-flashinfer'),
     'prefill_taken_for_decode': ('arrivals-wide-flashinfer',),
@@ -598,11 +628,16 @@ FLASHINFER_FAULTS = {
         'async-wide-fa2',
         'mla-latents-yarn-wide-flashinfer',
     ),
-    'previous_mla_works': ('mla-latents-yarn-wide-flashinfer', 'mla-latents-tight-wide-flashinfer'),
+    'previous_mla_works': (
+        'mla-latents-yarn-wide-flashinfer',
+        'mla-latents-tight-wide-flashinfer',
+        'mla-latents-wide-flashinfer-graphs-block',
+    ),
     'window_one_too_wide': (
         'window-wide-flashinfer',
         'window-sinks-chunked-wide-fa2',
         'speculation-4-windows-wide-flashinfer',
+        'speculation-4-windows-wide-flashinfer-graphs-block',
     ),
     'sinks_of_the_first_step': ('trained-persist-wide-flashinfer',),
     'number_within_the_stage': ('pp2-unequal-wide-flashinfer',),

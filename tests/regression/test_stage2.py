@@ -137,6 +137,8 @@ def test_it_gives_what_forwards_without_a_cache_give(runs: Runs, scenario: Scena
         worst = max(outcome.dense[what] for what in ('logits', 'tokens', 'log_probs'))
         assert worst <= FROM_DENSE['bfloat16'], outcome.dense
         assert recording.counters['not_finite'] == 0
+        missing = [what for what in scenario.expects if not recording.counters.get(what)]
+        assert missing == [], recording.counters
 
 
 @on_devices((TWINS[name][1],) for name in REPLANNED)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 
 logger = logging.getLogger(__name__)
+
+PROJECTED = "projected"  # of the kernels, the one for keys and values of projected latents
 
 
 class FlashInferAttention:
@@ -93,8 +95,7 @@ class FlashInferAttention:
             for windowed in (True, False)
             if self._may_be(windowed)
         }
-        self._kernels: Dict[FlashInferKernel, Any] = {}
-        self._projected_kernel: Optional[PackedFa3] = None
+        self._kernels: Dict[Union[FlashInferKernel, str], Any] = {}
         self._shape: Optional[StepShape] = None
         self._first_layer: Optional[int] = None  # of this step; None: none has run
         # Keys and values that a layer has appended and not yet attended to, if they are of use.
@@ -176,7 +177,7 @@ class FlashInferAttention:
         for kernel in dict.fromkeys((self._selection.decode, self._selection.prefill)):
             self._kernels[kernel] = self._kernel_types[kernel](setup)
         if self._projected is not None:
-            self._projected_kernel = PackedFa3(replace(setup, problem=self._projected))
+            self._kernels[PROJECTED] = PackedFa3(replace(setup, problem=self._projected))
         # Some are compiled here.
         keys, values = context.kv_cache_spec.layer_views(context.memory_buffer, layer=0)
         self._launch_once(setup, keys, values)
@@ -207,8 +208,6 @@ class FlashInferAttention:
             kernel.plan(shape)
             kernel.derive(shape)
             kernel.begin(shape)
-        if self._projected_kernel is not None:
-            self._projected_kernel.derive(shape)
         for layer in setup.layers:
             self._attend(self._call(query, keys, values, layer, shape))
         # What fails, fails here. And the host's copies are free for the first step's plan.
@@ -217,7 +216,6 @@ class FlashInferAttention:
     def release(self) -> None:
         """Free what `allocate` allocated, until it is called again."""
         self._kernels.clear()
-        self._projected_kernel = None
 
     def plan_step(self, context: "DynamicInferenceContext") -> None:
         """Prepare a step on the host, right before its bookkeeping is copied to the device.
@@ -281,9 +279,8 @@ class FlashInferAttention:
         return list(dict.fromkeys(chosen))
 
     def _prefill_kernel(self, shape: StepShape) -> PrefillKernel:
-        if self._projected_kernel is not None and shape.num_new:
-            return self._projected_kernel
-        return self._kernels[self._selection.prefill]
+        projects = self._projected is not None and shape.num_new
+        return self._kernels[PROJECTED if projects else self._selection.prefill]
 
     @property
     def projects_latents(self) -> bool:

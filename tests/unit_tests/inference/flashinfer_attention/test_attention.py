@@ -92,9 +92,15 @@ class TestOtherHeadDims:
             batch = Batch(decode, prefill, dims=dims, graph=True, head_dim=head_dim)
             batch.check(batch.run(batch.attention()))
 
-    def test_windows_and_sinks(self, head_dim):
+    def test_softmax_scale(self, head_dim):
+        batch = Batch([70, 300], SHORT, head_dim=head_dim, softmax_scale=0.02)
+        batch.check(batch.run(batch.attention()), scale=0.02)
+
+    @pytest.mark.parametrize("tokens", [1, 3, 5])
+    def test_windows_and_sinks(self, head_dim, tokens):
         options = dict(window_size=(64, 0), window_attn_skip_freq=[1, 0], head_dim=head_dim)
-        batch = Batch(EDGES, SHORT, dims=(700, 12, 17), **options)
+        decode = [edge + tokens - 1 for edge in EDGES]
+        batch = Batch(decode, SHORT, dims=(800, 12, 17), tokens=tokens, **options)
         attention = batch.attention()
         sinks = torch.linspace(-1, 4, 8, device=DEVICE).to(batch.dtype)
         batch.check(batch.run(attention, 1, sinks), layer=1, window=64, sinks=sinks)

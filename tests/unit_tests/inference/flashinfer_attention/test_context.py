@@ -330,6 +330,23 @@ class Step:
             start += query_length
 
 
+def check_that_all_is_freed(context):
+    """Suspended, nothing is left of what was allocated; resumed, it is there again."""
+    storages = allocated(context)
+    assert sum(storage.nbytes() for storage in storages.values()) >= MIB
+    kept = [
+        weakref.ref(tensor)
+        for tensor in tensors_of(context.flashinfer_attention)
+        if tensor.untyped_storage().data_ptr() in storages
+    ]
+    del storages
+    context.deallocate_inference_state_buffers()
+    gc.collect()
+    assert not any(tensor() is not None for tensor in kept)
+    context.reinitialize_inference_state_buffers()
+    assert allocated(context)
+
+
 class TestSuspendAndResume:
     @pytest.mark.parametrize("mode", KVCacheManagementMode)
     @pytest.mark.parametrize("kernel", ["auto", "fa2"])
@@ -350,20 +367,7 @@ class TestSuspendAndResume:
 
     def test_recompute_frees_the_workspaces(self, make_context):
         context = make_context(kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE)
-        largest = max(
-            (tensor for tensor in tensors_of(context.flashinfer_attention._kernels)),
-            key=lambda tensor: tensor.untyped_storage().nbytes(),
-        )
-        assert largest.untyped_storage().nbytes() >= 8 * MIB
-        largest = weakref.ref(largest)
-
-        context.deallocate_inference_state_buffers()
-        gc.collect()
-
-        assert largest() is None
-        assert context.flashinfer_attention._kernels == {}
-        context.reinitialize_inference_state_buffers()
-        assert allocated(context)
+        check_that_all_is_freed(context)
 
     @pytest.mark.parametrize("mode", ["persist", "offload"])
     def test_other_modes_keep_them(self, make_context, mode):
@@ -617,27 +621,36 @@ class TestHooks:
     """A step is planned before its bookkeeping is copied, and derived after, each once."""
 
     @pytest.fixture
-    def context(self, make_context, monkeypatch):
-        context = make_context(num_cuda_graphs=4, cuda_graph_mixed_prefill_count=2)
-        attention = context.flashinfer_attention
-        plan, derive = attention.plan_step, attention.derive_step
-        context.calls = []
+    def make_hooked(self, make_context, monkeypatch):
+        """Builds a context that notes when its hooks are called, and what was copied then."""
 
-        def copied():
-            return torch.equal(context.gpu_view._buf.cpu(), context._cpu_bookkeeping_buf)
+        def make(**inference):
+            context = make_context(**inference)
+            attention = context.flashinfer_attention
+            plan, derive = attention.plan_step, attention.derive_step
+            context.calls = []
 
-        def plan_step(*args):
-            context.calls.append(("plan", copied()))
-            plan(*args)
+            def copied():
+                return torch.equal(context.gpu_view._buf.cpu(), context._cpu_bookkeeping_buf)
 
-        def derive_step():
-            torch.cuda.synchronize()
-            context.calls.append(("derive", copied()))
-            derive()
+            def plan_step(*args):
+                context.calls.append(("plan", copied()))
+                plan(*args)
 
-        monkeypatch.setattr(attention, "plan_step", plan_step)
-        monkeypatch.setattr(attention, "derive_step", derive_step)
-        return context
+            def derive_step():
+                torch.cuda.synchronize()
+                context.calls.append(("derive", copied()))
+                derive()
+
+            monkeypatch.setattr(attention, "plan_step", plan_step)
+            monkeypatch.setattr(attention, "derive_step", derive_step)
+            return context
+
+        return make
+
+    @pytest.fixture
+    def context(self, make_hooked):
+        return make_hooked(num_cuda_graphs=4, cuda_graph_mixed_prefill_count=2)
 
     def check(self, context, **options):
         """Of a step, both hooks are called, in order."""
@@ -678,7 +691,13 @@ class TestHooks:
             assert shape.has_prefill is (graph.prefill_req_count > 0)
             context.reset()
 
-    def test_expert_parallel_dummy(self, context):
+    @pytest.mark.parametrize("graphs", [None, 4])
+    @pytest.mark.parametrize("drafts", [0, 3])
+    @pytest.mark.parametrize("kernel", ["auto", "fa2"])
+    def test_expert_parallel_dummy(self, make_hooked, kernel, drafts, graphs):
+        context = make_hooked(
+            num_cuda_graphs=graphs, num_speculative_tokens=drafts, flashinfer_kernel=kernel
+        )
         self.check(context, is_expert_parallel_dummy_cuda_graph_step=True)
         shape = context.flashinfer_attention._shape
         assert (shape.num_requests, shape.has_prefill) == (1, False)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("flashinfer")
 
-from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
 from megatron.core.inference.flashinfer_attention import FlashInferAttention
 from megatron.core.inference.flashinfer_attention.kernels import MIB
 from megatron.core.inference.flashinfer_attention.mla import Mla
@@ -20,12 +20,14 @@ from megatron.core.inference.kv_cache import LatentKVCacheSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from .batch import DEVICE, HAVE_GPU, NAN, Batch, tolerance
+from .test_context import check_that_all_is_freed, make_context
 from .test_graphs import Graph, needs_gpu, no_synchronization, numbers
 
 LATENT, ROTARY = 512, 64
 QUERY_DIM = 128 + ROTARY  # before absorption, by which scores are scaled
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000]
 SHORT = [(1, 1), (1, 300), (5, 5), (64, 64), (100, 356), (127, 127), (128, 130), (129, 129)]
+LIMITS = dict(max_requests=32, max_tokens=512, max_length=1100, num_blocks=64)
 SHAPES = {
     "heads16": dict(heads=16),
     "heads1": dict(heads=1),
@@ -115,11 +117,22 @@ class TestProjected:
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
     def test_is_right(self, shape):
         batch = LatentBatch([], self.PROMPTS, dims=(700, 5, 0), **shape)
+        self.check(batch, batch.attention())
+
+    def test_every_step_derives_its_list(self):
+        """Also one of the same extents as the one before."""
+        batch = LatentBatch([], [(300, 300), (20, 20)], dims=(330, 2, 0), **LIMITS)
         attention = batch.attention()
+        self.check(batch, attention)
+        batch.become(LatentBatch([], [(20, 20), (300, 300)], dims=(330, 2, 0), **LIMITS))
+        self.check(batch, attention)
+
+    def check(self, batch, attention):
+        """A step's attention is right, whatever the last step's list was."""
         attention.plan_step(batch.context)
         attention.derive_step()
         assert attention.projects_latents
-        tokens, heads, real = 700, batch.heads, sum(batch.queries)
+        tokens, heads, real = batch.dims.token_count, batch.heads, sum(batch.queries)
         generator = torch.Generator(DEVICE).manual_seed(0)
 
         def draw(dim):
@@ -231,7 +244,6 @@ def test_scale_is_that_of_the_layers(kernel):
     batch.check(batch.run(batch.attention(kernel)), scale=scale)
 
 
-LIMITS = dict(max_requests=32, max_tokens=512, max_length=1100, num_blocks=64)
 MIXED = (400, 4, 8)
 
 
@@ -253,7 +265,7 @@ class Steps:
     def __init__(self, kernel) -> None:
         self.batch = LatentBatch([5], [], graph=True, **LIMITS)
         self.attention = self.batch.attention(kernel)
-        (self.kernel,) = self.attention._kernels.values()
+        self.kernel = self.attention._kernels[self.attention._selection.prefill]
         self.query = torch.zeros(
             (512, 1, 16, LATENT + ROTARY), dtype=self.batch.dtype, device=DEVICE
         )
@@ -330,6 +342,17 @@ def test_graph(kernel, dims):
         steps.check(batch, replayed)
         for ours, theirs in zip(replayed, eager):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128, 256])
+def test_a_context_of_any_block_size(make_context, block_size):
+    """FlashMLA takes 64 alone. Suspended, the context keeps nothing."""
+    context = make_context(
+        latent_config(),
+        block_size_tokens=block_size,
+        kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
+    )
+    check_that_all_is_freed(context)
 
 
 def problem(capability=(9, 0), heads=16, latent=LATENT, rotary=ROTARY) -> AttentionProblem:

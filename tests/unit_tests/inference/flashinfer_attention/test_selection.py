@@ -227,6 +227,26 @@ class TestHeadDims:
             "set inference_attention_backend to flash."
         )
 
+    @pytest.mark.parametrize(
+        "changes, reason",
+        [
+            (dict(ratio=17), "xqa does not take 17 query heads per KV head"),
+            (dict(layout=HND), "xqa cannot cut blocks of layout HND into pages"),
+            (dict(block_size_tokens=8), "xqa has no page size that divides blocks of 8 tokens"),
+            (
+                dict(ratio=12, tokens_per_decode=3, sinks_differ=True),
+                "xqa mixes up learnable sinks of 12 query heads per KV head with 3 tokens a decode",
+            ),
+        ],
+    )
+    def test_and_only_where_xqa_decodes(self, changes, reason):
+        """At the three dims fa2 would do it otherwise."""
+        assert chosen(**changes)[0] is FA2
+        assert refusal(head_dim=96, **changes) == (
+            f"FlashInfer has no kernel for decode here, as {reason}, and fa2 does not take head "
+            "dim 96: set inference_attention_backend to flash."
+        )
+
     @pytest.mark.parametrize("head_dim", [32, 72, 112, 160, 512])
     def test_other(self, head_dim):
         assert refusal(head_dim=head_dim) == (
