@@ -22,7 +22,7 @@ from tiny_engine import Model
 _plan_step = FlashInferAttention.plan_step
 _derive_step = FlashInferAttention.derive_step
 _run = FlashInferAttention.run
-_plan_fa2 = kernels.Fa2.plan
+_derive_fa2 = kernels.Fa2.derive
 _derive_fa3 = kernels.Fa3.derive
 _derive_pages = step.PageTable.derive
 _decode_lengths = kernels.Xqa._lengths_of
@@ -45,6 +45,9 @@ def _arrays(owner: Any) -> Iterator[Tensor]:
         elif name == '_wrappers':
             for wrapper in value.values():
                 yield wrapper._int_workspace_buffer
+        elif name == '_schedules':
+            for schedule in value.values():
+                yield from (schedule.query_starts, schedule.last_page_lengths)
         elif name == '_wrapper':
             yield value._int_workspace_buffer
 
@@ -123,10 +126,10 @@ def _repeated(kernel: Any, name: str, prepare: Callable[..., None]) -> AbstractC
 
 
 @contextmanager
-def previous_fa2_plan(model: Model) -> Iterator[None]:
-    """fa2 runs a step of the same shape as the one before by the plan of that."""
+def previous_fa2_works(model: Model) -> Iterator[None]:
+    """fa2 runs a step of the same shape as the one before by the work list of that."""
     del model
-    with _repeated(kernels.Fa2, 'plan', _plan_fa2):
+    with _repeated(kernels.Fa2, 'derive', _derive_fa2):
         yield
 
 
@@ -172,11 +175,14 @@ def fa2_pages_shifted(model: Model) -> Iterator[None]:
     """All page ids are one place too late."""
     del model
 
-    def plan(self: Any, shape: Any) -> None:
-        _plan_fa2(self, shape)
-        self._page_ids.copy_(self._page_ids.roll(-1))
+    def derive(self: Any, shape: Any) -> None:
+        _derive_fa2(self, shape)
+        # Entries that no request has would be read, too.
+        shifted = self._setup.books.block_table.clamp(min=0).flatten().roll(-1)
+        for wrapper in self._wrappers.values():
+            wrapper._paged_kv_indices_buf = shifted
 
-    with _replaced(kernels.Fa2, 'plan', plan):
+    with _replaced(kernels.Fa2, 'derive', derive):
         yield
 
 
@@ -377,7 +383,7 @@ FAULTS: dict[str, Fault] = {
         plan_destroyed,
         previous_tables,
         begin_not_captured,
-        previous_fa2_plan,
+        previous_fa2_works,
         previous_mla_works,
         window_of_another_layer,
         pages_shifted,

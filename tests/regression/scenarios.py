@@ -599,7 +599,7 @@ REPLANNED = (
 FLASHINFER_FAULTS = {
     'plan_destroyed': ('gqa-blocks-16-wide-flashinfer', 'mqa-blocks-256-wide-fa2'),
     'previous_tables': ('gqa-blocks-16-wide-flashinfer', 'speculation-async-wide-flashinfer'),
-    'previous_fa2_plan': ('mqa-blocks-256-wide-fa2', 'speculation-tight-wide-fa2-hnd'),
+    'previous_fa2_works': ('mqa-blocks-256-wide-fa2', 'speculation-tight-wide-fa2-hnd'),
     'window_of_another_layer': (
         'window-every-second-layer-wide-flashinfer',
         'window-sinks-chunked-wide-fa2',

@@ -48,8 +48,9 @@ def attend(
     scale: float,
     causal: bool = True,
     window: Window = NO_WINDOW,
+    first_position: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of one request, whose last query is at its last key.
+    """Softmax attention of one request.
 
     Args:
         query: `(queries, heads, dim)`.
@@ -59,6 +60,8 @@ def attend(
         causal: Whether a query sees no later key.
         window: With the query at position `i`, keys `i - left` to `i + right` are seen, both ends
             included.
+        first_position: Position of the first query among the keys, which may be before the first or
+            behind the last; None: the last query is at the last key.
 
     Returns:
         The output in the query's dtype, `(queries, heads, value_dim)`, zero where no key is seen;
@@ -71,7 +74,9 @@ def attend(
     grouped = query.float().unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
     scores = grouped.permute(1, 2, 0, 3) @ key.float().permute(1, 2, 0).unsqueeze(1) * scale
 
-    position = torch.arange(num_queries, device=query.device)[:, None] + num_keys - num_queries
+    if first_position is None:
+        first_position = num_keys - num_queries
+    position = torch.arange(num_queries, device=query.device)[:, None] + first_position
     distance = torch.arange(num_keys, device=query.device)[None, :] - position
     left, right = window
     seen = torch.ones_like(distance, dtype=torch.bool)

@@ -133,9 +133,9 @@ def read_array(workspace: Tensor, offset: int, count: int) -> list[int]:
     """`count` numbers, int32, from byte `offset` on.
 
     Raises:
-        IndexError: they are not all in the workspace.
+        IndexError: they are not all in the workspace, or not aligned.
     """
     part = workspace[offset : offset + 4 * count]
-    if offset < 0 or part.numel() != 4 * count:
+    if offset < 0 or offset % 4 or part.numel() != 4 * count:
         raise IndexError(f'{count} numbers at byte {offset} of {workspace.numel()}')
     return part.view(torch.int32).tolist()

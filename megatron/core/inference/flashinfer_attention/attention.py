@@ -227,7 +227,10 @@ class FlashInferAttention:
         decode_only = context.is_decode_only()
         # A graph counts slots, not phases: decodes may lie behind its decode slots, or prefills in
         # them. The prefill kernel, which comes second, takes all but real decodes in decode slots.
-        split = self._kernel_types[self._selection.decode].SPLITS_STEPS
+        split = (
+            self._selection.decode is not self._selection.prefill
+            or self._kernel_types[self._selection.decode].SPLITS_STEPS
+        )
         slots = padded.decode_req_count if decode_only or split else 0
         is_graph = context.using_cuda_graph_this_step()
         if split and not is_graph:

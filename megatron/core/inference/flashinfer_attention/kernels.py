@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.inference.config import FlashInferKernel
 
 from .selection import AttentionProblem
+from .split_schedule import SplitSchedule
 from .step import PageTable, PrefillSchedule, StepShape, make_tails_finite
 
 MIB = 1024**2
@@ -277,7 +278,10 @@ def _causal_bits(tokens: int) -> Tensor:
 
 
 class _Wrapped(PrefillKernel):
-    """A paged prefill kernel with FlashInfer's wrapper, one wrapper for each kind of layer."""
+    """A prefill kernel with FlashInfer's wrapper, one wrapper for each kind of layer.
+
+    In place of the wrapper's plan it follows a work list that is made on the device.
+    """
 
     KERNEL: FlashInferKernel
     WORKSPACE_BYTES: int
@@ -287,18 +291,36 @@ class _Wrapped(PrefillKernel):
     HAS_PAGES = True  # whether it reads any, which it does through a wrapper of its own
     _first_token: Optional[Tensor] = None  # from which on the output is this kernel's; None: all
 
-    def __init__(self, setup: Setup, **wrapper_arguments: Any) -> None:
+    def __init__(self, setup: Setup) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # type: ignore
 
         self._setup = setup
-        workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
+        self._workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
         self._wrappers = {
             layer: BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "NHD", backend=self.KERNEL.value, **wrapper_arguments
+                self._workspace, "NHD", backend=self.KERNEL.value
             )
             for layer in setup.layers
             if self.HAS_PAGES
         }
+
+    @abstractmethod
+    def _make_schedule(
+        self, layer: Layer, max_requests: int, max_tokens: int, max_kv_blocks: int
+    ) -> Any:
+        """A work list for so much."""
+
+    def _follow(self, layer: Layer, is_packed: bool, schedule: Any, block_table: Tensor) -> None:
+        """Point a wrapper that has planned to a work list in place of its plan."""
+        wrapper = self._wrapper(layer, is_packed)
+        wrapper._int_workspace_buffer = schedule.works.view(torch.uint8)
+        wrapper._pin_memory_int_workspace_buffer = None
+        if not is_packed:
+            wrapper._paged_kv_indices_buf = block_table
+
+    def _wrapper(self, layer: Layer, is_packed: bool) -> Any:
+        """For packed keys, or for pages."""
+        return self._wrappers[layer]
 
     def _require_attributes(self, wrapper: Any, *more: str) -> None:
         """Refuse a FlashInfer whose wrapper lacks what is set here."""
@@ -326,110 +348,7 @@ class _Wrapped(PrefillKernel):
             kv_data_type=problem.dtype,
         )
 
-    def prefill(self, call: Call) -> None:
-        """See base class."""
-        self._run(call, self._wrappers[call.layer], (call.key_cache, call.value_cache))
-
-    def _run(self, call: Call, wrapper: Any, *keys_and_values: Any) -> None:
-        if call.sinks is None:
-            wrapper.run(call.query, *keys_and_values, out=call.output)
-        else:
-            # The wrapper accepts sinks, but these kernels do not apply them.
-            _, lse = wrapper.run(call.query, *keys_and_values, out=call.output, return_lse=True)
-            _apply_sinks(call.output, lse, call.sinks, self._first_token)
-
-
-def _apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor, first_token: Optional[Tensor]) -> None:
-    """Let sinks join the denominators of softmaxes that were computed without.
-
-    Args:
-        output (Tensor): Attention, `(tokens, query_heads, head_dim)`; scaled in place.
-        lse (Tensor): Logarithm to base 2 of the denominators, float32 `(tokens, query_heads)`.
-        sinks (Tensor): Natural logits, `(query_heads,)`.
-        first_token (Optional[Tensor]): Tokens before this one are left alone; one element.
-    """
-    share = torch.sigmoid(lse * math.log(2.0) - sinks.float())
-    if first_token is not None:
-        ours = torch.arange(lse.size(0), device=lse.device) >= first_token
-        share = torch.where(ours.unsqueeze(1), share, 1.0)
-    output.mul_(share.unsqueeze(2))
-
-
-class Fa3(_Wrapped):
-    """Prefill on Hopper, by a work list that is made on the device.
-
-    A step whose prefill requests have nothing else in the cache is computed from the keys and
-    values of its tokens as they were handed to the cache, which the kernel reads by TMA. It gathers
-    pages more slowly. In exchange it reads beyond a prompt's last value, with weights of 0, so that
-    one prompt's values that are not finite spoil the prompt before it.
-    """
-
-    KERNEL = FlashInferKernel.FA3
-    TAKES_NEW_KEYS = True
-    WORKSPACE_BYTES = 256  # the wrapper insists on one, the kernel uses none
-    CACHE_SHARE = 2  # keys of a section of works take one part in so many of the GPU's cache
-    ATTRIBUTES = (
-        "_plan_info",
-        "_int_workspace_buffer",
-        "_pin_memory_int_workspace_buffer",
-        "_qo_indptr_last",
-    )
-
-    def __init__(self, setup: Setup) -> None:
-        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # type: ignore
-
-        super().__init__(setup)
-        workspace = torch.empty(self.WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
-        self._ragged_wrappers = {
-            layer: BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.KERNEL.value)
-            for layer in setup.layers
-        }
-        kinds = (False, True) if self.HAS_PAGES else (True,)
-        for layer in setup.layers:
-            for is_packed in kinds:
-                self._check(layer, is_packed)
-        self._schedule = self._make_schedule(
-            setup.max_requests, setup.max_tokens, setup.max_kv_blocks
-        )
-        self._first_token = self._schedule.first_token
-        for layer in setup.layers:
-            for is_packed in kinds:
-                self._follow(layer, is_packed, self._schedule, setup.books.block_table)
-
-    def _make_schedule(
-        self, max_requests: int, max_tokens: int, max_kv_blocks: int
-    ) -> PrefillSchedule:
-        problem, device = self._setup.problem, self._setup.device
-        properties = torch.cuda.get_device_properties(device)
-        key_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-        return PrefillSchedule(
-            max_requests,
-            max_tokens,
-            max_kv_blocks,
-            problem.num_query_heads,
-            problem.num_kv_heads,
-            problem.value_dim,
-            properties.multi_processor_count,
-            properties.L2_cache_size // self.CACHE_SHARE // key_bytes,
-            device,
-        )
-
-    def _wrapper(self, layer: Layer, is_packed: bool) -> Any:
-        """For packed keys, or for pages."""
-        return (self._ragged_wrappers if is_packed else self._wrappers)[layer]
-
-    def _follow(
-        self, layer: Layer, is_packed: bool, schedule: PrefillSchedule, block_table: Tensor
-    ) -> None:
-        """Point a wrapper that has planned to a work list in place of its plan."""
-        wrapper = self._wrapper(layer, is_packed)
-        wrapper._plan_info = schedule.ragged_plan_info if is_packed else schedule.plan_info
-        wrapper._int_workspace_buffer = schedule.works.view(torch.uint8)
-        wrapper._pin_memory_int_workspace_buffer = None
-        if not is_packed:
-            wrapper._paged_kv_indices_buf = block_table
-
-    def _check(self, layer: Layer, is_packed: bool) -> None:
+    def _check(self, layer: Layer, is_packed: bool = False) -> None:
         """Have two requests computed by FlashInfer's plan, and by a work list and padding tokens.
 
         The plan also compiles and loads the kernel, and fixes dtypes and options for good.
@@ -473,9 +392,8 @@ class Fa3(_Wrapped):
             self._require_attributes(wrapper, "_paged_kv_indices_buf")
             wrapper.run(query[real], new, out=expected[real])
 
-        schedule = self._make_schedule(2, num_tokens + padding, long)
-        if len(wrapper._plan_info) != len(schedule.plan_info):
-            raise self._unknown()
+        planned = wrapper._plan_info
+        schedule = self._make_schedule(layer, 2, num_tokens + padding, long)
         block_table = torch.zeros((2, long), dtype=torch.int32, device=device)
         block_table[0] = pages[:-1]
         shape = StepShape(
@@ -496,6 +414,9 @@ class Fa3(_Wrapped):
             ),
         )
         self._follow(layer, is_packed, schedule, block_table)
+        self.plan(shape)
+        if len(wrapper._plan_info) != len(planned):
+            raise self._unknown()
         found = torch.full_like(expected, torch.nan)
         try:
             self.prefill(
@@ -506,20 +427,114 @@ class Fa3(_Wrapped):
         if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
             raise self._unknown()
 
+    def prefill(self, call: Call) -> None:
+        """See base class."""
+        is_packed = call.new is not None
+        keys = call.new if call.new is not None else ((call.key_cache, call.value_cache),)
+        self._run(call, call.query, call.output, self._wrapper(call.layer, is_packed), *keys)
+
+    def _run(self, call: Call, query: Tensor, output: Tensor, wrapper: Any, *keys: Any) -> None:
+        # A wrapper compares the query with what it has planned, before the first step.
+        wrapper._qo_indptr_last = query.size(0)
+        if call.sinks is None:
+            wrapper.run(query, *keys, out=output)
+        else:
+            # The wrapper accepts sinks, but these kernels do not apply them.
+            _, lse = wrapper.run(query, *keys, out=output, return_lse=True)
+            _apply_sinks(output, lse, call.sinks, self._first_token)
+
+
+def _apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor, first_token: Optional[Tensor]) -> None:
+    """Let sinks join the denominators of softmaxes that were computed without.
+
+    Args:
+        output (Tensor): Attention, `(tokens, query_heads, head_dim)`; scaled in place.
+        lse (Tensor): Logarithm to base 2 of the denominators, float32 `(tokens, query_heads)`.
+        sinks (Tensor): Natural logits, `(query_heads,)`.
+        first_token (Optional[Tensor]): Tokens before this one are left alone; one element.
+    """
+    share = torch.sigmoid(lse * math.log(2.0) - sinks.float())
+    if first_token is not None:
+        ours = torch.arange(lse.size(0), device=lse.device) >= first_token
+        share = torch.where(ours.unsqueeze(1), share, 1.0)
+    output.mul_(share.unsqueeze(2))
+
+
+class Fa3(_Wrapped):
+    """Prefill on Hopper, by a work list that is made on the device.
+
+    A step whose prefill requests have nothing else in the cache is computed from the keys and
+    values of its tokens as they were handed to the cache, which the kernel reads by TMA. It gathers
+    pages more slowly. In exchange it reads beyond a prompt's last value, with weights of 0, so that
+    one prompt's values that are not finite spoil the prompt before it.
+    """
+
+    KERNEL = FlashInferKernel.FA3
+    TAKES_NEW_KEYS = True
+    WORKSPACE_BYTES = 256  # the wrapper insists on one, the kernel uses none
+    CACHE_SHARE = 2  # keys of a section of works take one part in so many of the GPU's cache
+    ATTRIBUTES = (
+        "_plan_info",
+        "_int_workspace_buffer",
+        "_pin_memory_int_workspace_buffer",
+        "_qo_indptr_last",
+    )
+
+    def __init__(self, setup: Setup) -> None:
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper  # type: ignore
+
+        super().__init__(setup)
+        self._ragged_wrappers = {
+            layer: BatchPrefillWithRaggedKVCacheWrapper(
+                self._workspace, "NHD", backend=self.KERNEL.value
+            )
+            for layer in setup.layers
+        }
+        kinds = (False, True) if self.HAS_PAGES else (True,)
+        for layer in setup.layers:
+            for is_packed in kinds:
+                self._check(layer, is_packed)
+        # One list serves all layers.
+        self._schedule = self._make_schedule(
+            setup.layers[0], setup.max_requests, setup.max_tokens, setup.max_kv_blocks
+        )
+        self._first_token = self._schedule.first_token
+        for layer in setup.layers:
+            for is_packed in kinds:
+                self._follow(layer, is_packed, self._schedule, setup.books.block_table)
+
+    def _make_schedule(
+        self, layer: Layer, max_requests: int, max_tokens: int, max_kv_blocks: int
+    ) -> PrefillSchedule:
+        problem, device = self._setup.problem, self._setup.device
+        properties = torch.cuda.get_device_properties(device)
+        key_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
+        return PrefillSchedule(
+            max_requests,
+            max_tokens,
+            max_kv_blocks,
+            problem.num_query_heads,
+            problem.num_kv_heads,
+            problem.value_dim,
+            properties.multi_processor_count,
+            properties.L2_cache_size // self.CACHE_SHARE // key_bytes,
+            device,
+        )
+
+    def _wrapper(self, layer: Layer, is_packed: bool) -> Any:
+        """See base class."""
+        return (self._ragged_wrappers if is_packed else self._wrappers)[layer]
+
+    def _follow(self, layer: Layer, is_packed: bool, schedule: Any, block_table: Tensor) -> None:
+        """See base class."""
+        super()._follow(layer, is_packed, schedule, block_table)
+        plan_info = schedule.ragged_plan_info if is_packed else schedule.plan_info
+        self._wrapper(layer, is_packed)._plan_info = plan_info
+
     def derive(self, shape: StepShape) -> None:
         """Make the work list."""
         books = self._setup.books
         self._schedule.derive(shape, books.query_starts, books.query_lengths, books.kv_lengths)
-
-    def prefill(self, call: Call) -> None:
-        """See base class."""
-        wrapper = self._wrapper(call.layer, is_packed=call.new is not None)
-        # A wrapper compares the query with what it has planned, before the first step.
-        wrapper._qo_indptr_last = call.query.size(0)
-        if call.new is None:
-            super().prefill(call)
-        else:
-            self._run(call, wrapper, *call.new)
 
 
 class PackedFa3(Fa3):
@@ -532,113 +547,105 @@ class PackedFa3(Fa3):
 
 
 class Fa2(_Wrapped, DecodeKernel):
-    """Any phase on any GPU, by a plan that the host makes of each step and kind of layer.
+    """Any phase on any GPU, by work lists that are made on the device, one for each kind of layer.
 
-    Padding tokens are one more request that has no keys: the kernel writes zeros for it. Keys of a
-    request are split over idle multiprocessors where the workspace holds the partial results, for
-    which FlashInfer sets memory aside by a step's extents alone. Steps too large for that keep the
-    GPU busy without.
+    Whole steps at once, or, beside another prefill kernel, decode slots.
+
+    Raises:
+        ImportError: If this FlashInfer reads other lists.
+        ValueError: If the block table or a step has room for more than the kernel counts.
     """
 
     KERNEL = FlashInferKernel.FA2
-    WORKSPACE_BYTES = 128 * MIB
+    WORKSPACE_BYTES = 128 * MIB  # for partial results
     SPLITS_STEPS = False
     ATTRIBUTES = (
+        "_plan_info",
+        "_int_workspace_buffer",
         "_pin_memory_int_workspace_buffer",
-        "_fixed_batch_size",
-        "_max_total_num_rows",
+        "_qo_indptr_last",
         "_qo_indptr_buf",
         "_paged_kv_indptr_buf",
         "_paged_kv_last_page_len_buf",
     )
 
     def __init__(self, setup: Setup) -> None:
-        rows, pages = setup.max_requests + 1, setup.max_requests * setup.max_kv_blocks
+        refuse_beyond_32_bits(setup, self.KERNEL)
+        super().__init__(setup)
+        self._schedules: Dict[Layer, SplitSchedule] = {}
+        for layer in setup.layers:
+            self._check(layer)
+        for layer in setup.layers:
+            schedule = self._make_schedule(
+                layer, setup.max_requests, setup.max_tokens, setup.max_kv_blocks
+            )
+            self._follow(layer, False, schedule, setup.books.block_table)
 
-        def array(length: int) -> Tensor:
-            return torch.zeros(length, dtype=torch.int32, device=setup.device)
-
-        self._query_starts, self._page_starts = array(rows + 1), array(rows + 1)
-        self._page_ids, self._last_page_lengths = array(pages), array(rows)
-        self._cpu_page_ids = torch.zeros(pages, dtype=torch.int32, pin_memory=True)
-        super().__init__(
-            setup,
-            use_cuda_graph=True,
-            qo_indptr_buf=self._query_starts,
-            paged_kv_indptr_buf=self._page_starts,
-            paged_kv_indices_buf=self._page_ids,
-            paged_kv_last_page_len_buf=self._last_page_lengths,
+    def _make_schedule(
+        self, layer: Layer, max_requests: int, max_tokens: int, max_kv_blocks: int
+    ) -> SplitSchedule:
+        problem, device = self._setup.problem, self._setup.device
+        return SplitSchedule(
+            max_requests,
+            max_tokens,
+            max_kv_blocks,
+            problem.block_size_tokens,
+            problem.num_query_heads,
+            problem.num_kv_heads,
+            problem.head_dim,
+            self._setup.tokens_per_decode,
+            layer.window_left,
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            self.WORKSPACE_BYTES,
+            device,
         )
-        for wrapper in self._wrappers.values():
-            self._require_attributes(wrapper)
-        properties = torch.cuda.get_device_properties(setup.device)
-        self._num_multiprocessors = properties.multi_processor_count
+
+    def _follow(self, layer: Layer, is_packed: bool, schedule: Any, block_table: Tensor) -> None:
+        """See base class."""
+        super()._follow(layer, is_packed, schedule, block_table)
+        wrapper = self._wrapper(layer, is_packed)
+        wrapper._qo_indptr_buf = schedule.query_starts
+        wrapper._paged_kv_indptr_buf = schedule.page_starts
+        wrapper._paged_kv_last_page_len_buf = schedule.last_page_lengths
+        self._schedules[layer] = schedule
 
     def plan(self, shape: StepShape) -> None:
-        """Plan all rows."""
-        books, block_size = self._setup.books, self._setup.problem.block_size_tokens
-        query_lengths = torch.zeros(shape.padded_requests + 1, dtype=torch.int32)
-        kv_lengths = torch.zeros_like(query_lengths)
-        query_lengths[: shape.num_requests] = books.cpu_query_lengths[: shape.num_requests]
-        kv_lengths[: shape.num_requests] = books.cpu_kv_lengths[: shape.num_requests]
-        query_lengths[-1] = shape.num_tokens - query_lengths.sum()
-        pages = (kv_lengths + block_size - 1) // block_size
+        """Choose the grids, which a graph keeps."""
+        for layer, schedule in self._schedules.items():
+            self._wrappers[layer]._plan_info = schedule.plan_info(shape)
 
-        query_starts = torch.nn.functional.pad(query_lengths.cumsum(0), (1, 0))
-        page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0))
-        used = torch.arange(self._setup.max_kv_blocks) < pages[:-1].unsqueeze(1)
-        page_ids = books.cpu_block_table[: shape.padded_requests][used]
-        count = page_ids.numel()
-        self._cpu_page_ids[:count] = page_ids
-        self._page_ids[:count].copy_(self._cpu_page_ids[:count], non_blocking=True)
-
-        rows = shape.padded_requests + 1
-        tiles, tile = self._tiles(rows, shape.num_tokens)
-        partial = self._setup.problem.num_query_heads * (self._setup.problem.head_dim + 1) * 4
-        split = tiles * tile * partial + 16 <= self.WORKSPACE_BYTES
-        for layer, wrapper in self._wrappers.items():
-            if not split:
-                # Then nothing keeps the kernel from tiles beyond those that are planned. Let them
-                # be tile 0 of the padding tokens.
-                plan = wrapper._pin_memory_int_workspace_buffer.view(torch.int32)
-                plan[:tiles].fill_(rows - 1)  # requests
-                plan[tiles : 3 * tiles + 8].zero_()  # numbers of tiles, from a multiple of 16 bytes
-            # One wrapper serves all shapes. These make it one for this shape.
-            wrapper._fixed_batch_size = rows
-            wrapper._max_total_num_rows = shape.num_tokens
-            wrapper._qo_indptr_buf = self._query_starts[: rows + 1]
-            wrapper._paged_kv_indptr_buf = self._page_starts[: rows + 1]
-            wrapper._paged_kv_last_page_len_buf = self._last_page_lengths[:rows]
-            wrapper.plan(
-                query_starts.int(),
-                page_starts.int(),
-                self._page_ids[:count],
-                kv_lengths - (pages - 1).clamp(min=0) * block_size,
-                disable_split_kv=not split,
-                # Other kernels use this. Unless it is given, it is looked for in a Python loop.
-                max_token_per_sequence=shape.num_tokens,
-                page_size=block_size,
-                **self._plan_arguments(layer),
-            )
-
-    def _tiles(self, rows: int, num_tokens: int) -> Tuple[int, int]:
-        """Tiles that FlashInfer launches the kernel over in graph mode, and queries of one tile.
-
-        A query is one of a token's query heads that share a KV head.
-        """
-        problem = self._setup.problem
-        # FlashInfer, in unsigned arithmetic, takes it that every row has a token.
-        longest = (num_tokens - rows + 1) % 2**32 * problem.ratio
-        if longest <= 16:
-            tile = 16
-        else:
-            tile = 64 if longest <= 64 or problem.head_dim == 256 else 128
-        tiles = math.ceil(num_tokens * problem.ratio / tile) + rows - 1
-        return max(2 * self._num_multiprocessors // problem.num_kv_heads, tiles), tile
+    def derive(self, shape: StepShape) -> None:
+        """Make the work lists."""
+        books = self._setup.books
+        for schedule in self._schedules.values():
+            schedule.derive(shape, books.query_starts, books.query_lengths, books.kv_lengths)
 
     def decode(self, call: Call) -> None:
         """See base class."""
-        self.prefill(call)
+        rows = slice(call.shape.decode_slots * self._setup.tokens_per_decode)
+        cache = (call.key_cache, call.value_cache)
+        self._run(call, call.query[rows], call.output[rows], self._wrappers[call.layer], cache)
+
+
+def refuse_beyond_32_bits(setup: Setup, kernel: FlashInferKernel) -> None:
+    """Refuse room for more than a kernel counts: tokens of the block table, elements of queries.
+
+    Raises:
+        ValueError: If there is.
+    """
+    problem, tokens = setup.problem, setup.max_tokens
+    length = setup.max_kv_blocks * problem.block_size_tokens
+    if setup.max_requests * length >= 2**32:
+        refused = f"{setup.max_requests} requests of {length} tokens"
+        lower = "max_requests or max_sequence_length"
+    elif tokens * problem.num_query_heads * problem.head_dim >= 2**32:
+        refused, lower = f"the queries of {tokens} tokens", "max_tokens"
+    else:
+        return
+    raise ValueError(
+        f"FlashInfer's {kernel.value} kernel counts in 32 bits, which {refused} exceed: lower "
+        f"{lower}, or set inference_attention_backend to flash."
+    )
 
 
 class _PrefillRows:

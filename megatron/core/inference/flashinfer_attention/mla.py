@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.inference.config import FlashInferKernel
 
-from .kernels import Call, DecodeKernel, PrefillKernel, Setup
+from .kernels import Call, DecodeKernel, PrefillKernel, Setup, refuse_beyond_32_bits
 from .mla_schedule import CTA_PAIRS, MlaSchedule
 from .selection import AttentionProblem
 from .step import StepShape
@@ -68,7 +68,7 @@ class Mla(DecodeKernel, PrefillKernel):
         from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore
 
         self._setup = setup
-        self._refuse_what_is_not_counted()
+        refuse_beyond_32_bits(setup, self.KERNEL)
         latent_dim = setup.problem.value_dim
         self._dims = (latent_dim, setup.problem.head_dim - latent_dim)
         self._schedule = self._make_schedule(
@@ -82,24 +82,6 @@ class Mla(DecodeKernel, PrefillKernel):
         self._follow(self._schedule, setup.books.block_table)
         self._wrapper._pin_memory_int_workspace_buffer = None
         self._compile()
-
-    def _refuse_what_is_not_counted(self) -> None:
-        """The kernels count tokens of the block table and elements of queries in 32 bits."""
-        problem, requests = self._setup.problem, self._setup.max_requests
-        length = self._setup.max_kv_blocks * problem.block_size_tokens
-        tokens = self._setup.max_tokens
-        refused, lower = "", ""
-        if requests * length >= 2**32:
-            refused = f"{requests} requests of {length} tokens"
-            lower = "max_requests or max_sequence_length"
-        elif tokens * problem.num_query_heads * problem.head_dim >= 2**32:
-            refused = f"the queries of {tokens} tokens"
-            lower = "max_tokens"
-        if refused:
-            raise ValueError(
-                f"FlashInfer counts in 32 bits in multi-latent attention, which {refused} exceed: "
-                f"lower {lower}, or set inference_attention_backend to flash."
-            )
 
     def _make_schedule(self, max_requests: int, max_tokens: int, max_kv_blocks: int) -> MlaSchedule:
         problem, device = self._setup.problem, self._setup.device

@@ -220,3 +220,25 @@ def test_one_attention_for_many_steps(kernel):
             cpu = getattr(batch.context, f"_cpu_{name}")
             getattr(first, f"_cpu_{name}")[: len(cpu)] = cpu
         batch.check(batch.run(attention))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            dict(block_size=2**16, max_length=2**32 - 2**16, num_blocks=1),
+            "1 requests of 4294967296 tokens exceed: lower max_requests or max_sequence_length, or",
+        ),
+        (
+            dict(heads=8, head_dim=128, max_tokens=2**22),
+            "the queries of 4194304 tokens exceed: lower max_tokens, or",
+        ),
+    ],
+)
+def test_more_than_is_counted(options, message):
+    message = (
+        f"FlashInfer's fa2 kernel counts in 32 bits, which {message} set "
+        "inference_attention_backend to flash."
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Batch([5], [], **options).attention("fa2")

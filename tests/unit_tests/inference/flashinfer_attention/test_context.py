@@ -3,7 +3,9 @@
 """FlashInfer attention in the dynamic context: its life, its steps, and the layers that call it."""
 
 import gc
+import itertools
 import logging
+import math
 import re
 import sys
 import weakref
@@ -474,16 +476,33 @@ class TestBuild:
         assert len({layer for phase, layer in once if phase == "prefill"}) == kinds
         assert len({layer for phase, layer in once if phase == "decode"}) == kinds
 
+    @pytest.fixture
+    def refused(self, hopper, make_context, change_wrapper):
+        """Builds a context with another wrapper, which must be refused.
+
+        Args:
+            kernel (str): The kernel that the wrapper is of.
+            make_class (Callable): Makes the other class from the real one.
+            kind (str): The wrapper for pages, or for packed keys.
+        """
+
+        def build(kernel, make_class, kind="Paged"):
+            change_wrapper(make_class, kind)
+            message = f"^The {kernel} kernel of this FlashInfer is planned in another way"
+            with pytest.raises(ImportError, match=message):
+                make_context(flashinfer_kernel=kernel)
+
+        return build
+
     @pytest.mark.parametrize(
-        "kind, name",
+        "kernel, kind, name",
         [
-            *((kind, name) for kind in ("Paged", "Ragged") for name in Fa3.ATTRIBUTES),
-            ("Paged", "_paged_kv_indices_buf"),
+            *(("fa3", kind, name) for kind in ("Paged", "Ragged") for name in Fa3.ATTRIBUTES),
+            *(("fa2", "Paged", name) for name in Fa2.ATTRIBUTES),
+            *((kernel, "Paged", "_paged_kv_indices_buf") for kernel in ("fa2", "fa3")),
         ],
     )
-    def test_fa3_wrapper_without_an_attribute(
-        self, hopper, make_context, change_wrapper, kind, name
-    ):
+    def test_wrapper_without_an_attribute(self, refused, kernel, kind, name):
         def without(wrapper):
             class Without(wrapper):
                 def plan(self, *args, **kwargs):
@@ -492,36 +511,20 @@ class TestBuild:
 
             return Without
 
-        change_wrapper(without, kind)
-        with pytest.raises(ImportError, match="^The fa3 kernel of this FlashInfer is planned in"):
-            make_context()
-
-    @pytest.mark.parametrize("name", Fa2.ATTRIBUTES)
-    def test_fa2_wrapper_without_an_attribute(self, make_context, change_wrapper, name):
-        def without(wrapper):
-            class Without(wrapper):
-                def __init__(self, *args, **kwargs):
-                    super().__init__(*args, **kwargs)
-                    delattr(self, name)
-
-            return Without
-
-        change_wrapper(without)
-        with pytest.raises(ImportError, match="^The fa2 kernel of this FlashInfer is planned in"):
-            make_context(flashinfer_kernel="fa2")
+        refused(kernel, without, kind)
 
     @pytest.mark.skipif(HAVE_GPU, reason="a GPU's kernel would read memory that is not there")
     @pytest.mark.parametrize(
-        "kind, pair",
+        "kernel, kind, pair",
         [
-            *(("Paged", pair) for pair in ((3, 4), (6, 7), (2, 7), (0, 2), (1, 2), (4, 5))),
+            *(("fa3", "Paged", pair) for pair in ((3, 4), (6, 7), (2, 7), (0, 2), (1, 2), (4, 5))),
             # Here places 1 and 2 have the same array, and 3 and 4 the same numbers.
-            *(("Ragged", pair) for pair in ((6, 7), (2, 7), (0, 2), (4, 5))),
+            *(("fa3", "Ragged", pair) for pair in ((6, 7), (2, 7), (0, 2), (4, 5))),
+            # Place 2 and the last but one are of use to graphs alone.
+            *(("fa2", "Paged", pair) for pair in itertools.combinations((0, 3, *range(4, 10)), 2)),
         ],
     )
-    def test_fa3_kernel_that_reads_other_lists(
-        self, hopper, make_context, change_wrapper, kind, pair
-    ):
+    def test_kernel_that_reads_other_lists(self, refused, kernel, kind, pair):
         def swapped(plan):
             plan = list(plan)
             plan[pair[0]], plan[pair[1]] = plan[pair[1]], plan[pair[0]]
@@ -542,12 +545,12 @@ class TestBuild:
 
             return Other
 
-        change_wrapper(other, kind)
-        with pytest.raises(ImportError, match="^The fa3 kernel of this FlashInfer is planned in"):
-            make_context()
+        refused(kernel, other, kind)
 
-    @pytest.mark.parametrize("kind", ["Paged", "Ragged"])
-    def test_fa3_plan_of_another_length(self, hopper, make_context, change_wrapper, kind):
+    @pytest.mark.parametrize(
+        "kernel, kind", [("fa2", "Paged"), ("fa3", "Paged"), ("fa3", "Ragged")]
+    )
+    def test_plan_of_another_length(self, refused, kernel, kind):
         def longer(wrapper):
             class Longer(wrapper):
                 def plan(self, *args, **kwargs):
@@ -555,7 +558,8 @@ class TestBuild:
                     self._plan_info = [*self._plan_info, 0]
 
                 def run(self, *args, **kwargs):
-                    found, self._plan_info = self._plan_info, self._plan_info[:9]
+                    found = self._plan_info
+                    self._plan_info = found[: 9 if kernel == "fa3" else 15]
                     try:
                         return super().run(*args, **kwargs)
                     finally:
@@ -563,9 +567,7 @@ class TestBuild:
 
             return Longer
 
-        change_wrapper(longer, kind)
-        with pytest.raises(ImportError, match="^The fa3 kernel of this FlashInfer is planned in"):
-            make_context()
+        refused(kernel, longer, kind)
 
     def test_random_numbers_are_left_alone(self, make_context):
         torch.manual_seed(5)
@@ -802,23 +804,30 @@ def check_work_list(kernel, shape, rows, max_blocks):
     assert sorted(tuple(work.values()) for cta in works for work in cta) == expected
 
 
-def check_plan(kernel, shape, rows):
-    """What FA2 plans with: all rows as they are, and one for the padding."""
-    count = shape.padded_requests + 1
-    queries = [query for query, _, _ in rows] + [0] * (count - len(rows))
-    kvs = [kv for _, kv, _ in rows] + [0] * (count - len(rows))
-    queries[-1] = shape.num_tokens - sum(queries)
-    assert kernel._query_starts[: count + 1].tolist() == [
-        sum(queries[:row]) for row in range(count + 1)
-    ]
-    pages = [-(-kv // BLOCK) for kv in kvs]
-    assert kernel._page_starts[: count + 1].tolist() == [
-        sum(pages[:row]) for row in range(count + 1)
-    ]
-    blocks = [block for _, _, row in rows for block in row]
-    assert kernel._page_ids[: len(blocks)].tolist() == blocks
-    last = [kv - (number - 1) * BLOCK if number else 0 for kv, number in zip(kvs, pages)]
-    assert kernel._last_page_lengths[:count].tolist() == last
+def check_split_list(schedule, shape, rows, max_blocks):
+    """Chunks of all keys of every tile of the rows that are this kernel's, and the rows as they are."""
+    if shape.decode_slots and shape.has_prefill:
+        rows = rows[: shape.num_decode]
+    starts = [sum(query for query, _, _ in rows[:row]) for row in range(len(rows) + 1)]
+    end = schedule.num_tokens(shape)
+    assert schedule.query_starts[: len(rows) + 2].tolist() == [*starts, end]
+    info = schedule.plan_info(shape)
+    tile, (request, number, chunk) = info[3], (offset // 4 for offset in info[4:7])
+    numbers = schedule.works.tolist()
+    chunk_keys = numbers[info[9] // 4]
+    visible = schedule.window_left + tile if schedule.window_left >= 0 else math.inf
+    expected = []
+    for row, (query, kv) in enumerate([*((q, kv) for q, kv, _ in rows), (end - starts[-1], 0)]):
+        if kv:
+            last = int(schedule.last_page_lengths[row])
+            assert kv == (max_blocks - 1) * BLOCK + last
+        chunks = math.ceil(min(max(kv, 1), visible) / chunk_keys)
+        tiles = math.ceil(query * HEADS // KV_HEADS / tile)
+        expected += itertools.product([row], range(tiles), range(chunks))
+    found = zip(*(numbers[array:][: len(expected)] for array in (request, number, chunk)))
+    assert list(found) == expected
+    flags = schedule.works.view(torch.int8)[info[12] : info[12] + info[0]]
+    assert int(flags.sum()) == len(expected)
 
 
 def check_step(context, expected):
@@ -835,7 +844,7 @@ def check_step(context, expected):
     decodes, prefills = context.num_decode_requests, context.num_prefill_requests
     assert decodes + prefills == len(expected)
     kernels = attention._kernels
-    splits = FlashInferKernel.FA2 not in kernels
+    splits = list(kernels) != [FlashInferKernel.FA2]
     slots = padded.decode_req_count if splits or not prefills else 0
     is_graph = context.using_cuda_graph_this_step()
     if splits and not is_graph:
@@ -863,37 +872,20 @@ def check_step(context, expected):
         if isinstance(kernel, Fa3) and prefills:
             check_work_list(kernel, shape, rows, context.max_kv_block_count)
         if isinstance(kernel, Fa2):
-            check_plan(kernel, shape, rows)
+            for schedule in kernel._schedules.values():
+                check_split_list(schedule, shape, rows, context.max_kv_block_count)
     for layer in (1, 2):
         Step(context, layer).check()
 
 
 @pytest.mark.parametrize("room, split", [(128 * MIB, True), (64 * 1024, False)])
 def test_fa2_splits_keys_where_there_is_room(make_context, monkeypatch, room, split):
-    """Where there is none, tiles beyond those planned are tile 0 of the padding tokens."""
     monkeypatch.setattr(Fa2, "WORKSPACE_BYTES", room)
     context = make_context(flashinfer_kernel="fa2")
     kernel = context.flashinfer_attention._kernels[FlashInferKernel.FA2]
-    found = []
-    for wrapper in kernel._wrappers.values():
-
-        def plan(*args, wrapper=wrapper, real=wrapper.plan, **kwargs):
-            buffer = wrapper._pin_memory_int_workspace_buffer.view(torch.int32)
-            found.append((kwargs["disable_split_kv"], buffer.tolist()))
-            real(*args, **kwargs)
-
-        monkeypatch.setattr(wrapper, "plan", plan)
-        wrapper._pin_memory_int_workspace_buffer.fill_(0x55)
     context.add_request(request(0, 200))
     context.initialize_attention_state()
-    rows = context.padded_batch_dimensions.req_count + 1
-    tiles, _ = kernel._tiles(rows, context.padded_active_token_count)
-    for disabled, buffer in found:
-        assert disabled is not split
-        if not split:
-            assert buffer[:tiles] == [rows - 1] * tiles
-            assert buffer[tiles : 3 * tiles + 8] == [0] * (2 * tiles + 8)
-    assert found
+    assert [wrapper._plan_info[-1] for wrapper in kernel._wrappers.values()] == [split]
     Step(context).check()
 
 

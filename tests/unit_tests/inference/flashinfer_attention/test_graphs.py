@@ -116,14 +116,11 @@ class Steps:
             if isinstance(kernel, Fa3):
                 numbers(kernel._schedule.works)
             if isinstance(kernel, Fa2):
-                numbers(kernel._query_starts)
-                numbers(kernel._page_starts)
-                numbers(kernel._page_ids)
-                numbers(kernel._cpu_page_ids)
-                numbers(kernel._last_page_lengths)
-                for wrapper in kernel._wrappers.values():
-                    numbers(wrapper._int_workspace_buffer)
-                    numbers(wrapper._pin_memory_int_workspace_buffer)
+                for schedule in kernel._schedules.values():
+                    numbers(schedule.works)
+                    numbers(schedule.query_starts)
+                    numbers(schedule.last_page_lengths)
+                kernel._workspace.fill_(0xFF)
 
 
 def decode_steps(steps: Steps, slots: int) -> list[Batch]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashinfer_on_cpu import trtllm, works
+from flashinfer_on_cpu import splits, trtllm, works
 from flashinfer_on_cpu.calls import stands_in
 from flashinfer_on_cpu.paged import (
     PagedCache,
@@ -93,9 +93,27 @@ class _Module:
             require(array.device.type == 'cpu', 'a plan is made on the host')
         require(num_qo_heads % num_kv_heads == 0, f'{num_qo_heads} heads on {num_kv_heads}')
         if self.backend == 'fa2':
-            header = _fa2_plan(qo_indptr, kv_lens, window_left)
-            int_workspace[: 4 * len(header)].view(torch.int32).copy_(header)
-            return [len(header)]
+            most = total_num_rows if use_cuda_graph else None
+            split, room = splits.make(
+                qo_indptr.tolist(),
+                kv_lens.tolist(),
+                group=num_qo_heads // num_kv_heads,
+                num_kv_heads=num_kv_heads,
+                dim=head_dim_vo,
+                page_size=page_size,
+                window_left=window_left,
+                multiprocessors=_multiprocessors(),
+                most_queries=most,
+            )
+            return splits.write(
+                int_workspace,
+                float_workspace,
+                split,
+                room=room,
+                num_heads=num_qo_heads,
+                dim=head_dim_vo,
+                most_queries=most,
+            )
         tile = works.tile_size(head_dim_vo)
         works_a_head = math.ceil(total_num_rows / tile) + batch_size - 1
         all_heads = works_a_head > 4096
@@ -117,17 +135,11 @@ class _Module:
         )
 
 
-def _fa2_plan(qo_indptr: Tensor, kv_lens: Tensor, window_left: int) -> Tensor:
-    """What FA2's plan depends on: its tiles and splits are good for this alone."""
-    return torch.cat((qo_indptr, kv_lens, kv_lens.new_tensor([window_left])))
-
-
 class BatchPrefillWithPagedKVCacheWrapper:
     """Attention of packed queries on a paged cache, by the kernels of `fa2` and `fa3`.
 
-    `run` of `fa2` computes from the wrapper's four buffers, and refuses to if they, or what another
-    wrapper left in the int workspace, do not fit the plan. `run` of `fa3` computes from the work
-    list in the int workspace and the buffer of page ids, and leaves alone rows that no work has.
+    `run` computes from the work list in the int workspace and the buffers, of which `fa3` reads
+    that of page ids alone, and leaves alone rows that the list is not for.
     """
 
     @stands_in('custom_mask_buf', 'mask_indptr_buf', 'jit_args', 'jit_kwargs')
@@ -398,26 +410,52 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return _attention(q, keys, values, self._sm_scale, self._causal, self._window_left)
 
     def _run_fa2(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
+        assert self._plan_info is not None
         require(out.is_contiguous(), 'out is written as contiguous, and is not')
-        starts, page_starts, page_ids, last = (
-            buffer.cpu()
+        starts, page_starts, last = (
+            buffer.tolist()
             for buffer in (
                 self._qo_indptr_buf,
                 self._paged_kv_indptr_buf,
-                self._paged_kv_indices_buf,
                 self._paged_kv_last_page_len_buf,
             )
         )
-        lengths = _lengths(page_starts, last, cache[0].shape[1]) * (page_starts.diff() > 0)
-        wanted = _fa2_plan(starts, lengths, self._window_left)
-        planned = self._int_workspace_buffer[: wanted.nbytes].view(torch.int32).cpu()
-        require(torch.equal(planned, wanted), 'the plan in the int workspace is of another batch')
-        for request, length in enumerate(lengths.tolist()):
-            rows = slice(int(starts[request]), int(starts[request + 1]))
-            ids = page_ids[int(page_starts[request]) : int(page_starts[request + 1])]
-            keys, values = gather(cache, ids.to(q.device), length)
-            result, lse[rows] = self._attend(q[rows], keys, values)
-            out[rows] = result.to(out.dtype)
+        page_ids, page_size = self._paged_kv_indices_buf.view(-1), cache[0].shape[1]
+        pages = [end - start for start, end in zip(page_starts[:-1], page_starts[1:], strict=True)]
+        # Unsigned, so that the two parts need not be what they are called.
+        lengths = [
+            ((count - 1) * page_size + tail) % 2**32 if count else 0
+            for count, tail in zip(pages, last, strict=True)
+        ]
+
+        def keys_of(request: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+            page = start // page_size
+            ids = page_ids[page_starts[request] + page :]
+            keys, values = gather(cache, ids, end - page * page_size)
+            return keys[start % page_size :], values[start % page_size :]
+
+        plan = splits.read(self._int_workspace_buffer, self._plan_info)
+        results = out, lse
+        if plan.is_split:
+            results = splits.partial_results(
+                self._float_workspace_buffer, self._plan_info, q.shape[1], out.shape[-1], out.dtype
+            )
+        written = splits.work_through(
+            plan,
+            q,
+            starts,
+            lengths,
+            keys_of,
+            *results,
+            scale=q.shape[-1] ** -0.5 if self._sm_scale is None else self._sm_scale,
+            causal=self._causal,
+            window_left=self._window_left,
+        )
+        if plan.is_split:
+            merged, merged_lse = splits.merge(plan.merge_starts, *results, written)
+            rows = slice(len(merged))
+            require(len(merged) <= len(out), f'{len(merged)} queries are merged')
+            out[rows], lse[rows] = merged.to(out.dtype), merged_lse
 
     def _run_fa3(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
         assert self._plan_info is not None
