@@ -63,6 +63,7 @@ def make(
     page_size: int,
     window_left: int,
     multiprocessors: int,
+    may_split: bool,
     most_queries: int | None,
 ) -> tuple[Plan, int]:
     """The plan of a batch, and how many works the grid has room for.
@@ -70,6 +71,7 @@ def make(
     Args:
         query_starts: Where each request's queries start, and where the last one's end.
         group: Query heads of a KV head.
+        may_split: Whether keys may be split.
         most_queries: Of all batches that the grid is for; None: it is for this one.
     """
     queries = [end - start for start, end in zip(query_starts[:-1], query_starts[1:], strict=True)]
@@ -86,7 +88,7 @@ def make(
     def works_by(chunk: int) -> int:
         return sum(t * math.ceil(each / chunk) for t, each in zip(tiles, pages, strict=True))
 
-    least = max(_LEAST_KEYS // page_size, 1)
+    least = max(_LEAST_KEYS // page_size, 1) if may_split else max(pages)
     chunk = next((c for c in range(least, max(pages)) if works_by(c) <= at_once), max(pages))
     chunks = [math.ceil(each / chunk) for each in pages]
     works = [
@@ -100,7 +102,7 @@ def make(
     room = len(works)
     if most_queries is not None:
         room = max(at_once, math.ceil(most_queries * group / tile) + count - 1)
-    is_split = most_queries is not None or max(chunks) > 1
+    is_split = may_split and (most_queries is not None or max(chunks) > 1)
     partials, merges = ([0, *accumulate(counts)] for counts in (of_requests, of_queries))
     return Plan(tile, works, chunk * page_size, partials, merges, is_split), room
 

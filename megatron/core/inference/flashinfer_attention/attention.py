@@ -257,7 +257,8 @@ class FlashInferAttention:
             num_requests=num_requests,
             decode_slots=slots,
             padded_requests=padded.req_count,
-            num_tokens=padded.token_count,
+            # The context rounds up beyond its own limit, which is that of the lists, too.
+            num_tokens=min(padded.token_count, self._max_tokens),
             has_prefill=not decode_only,
             num_new=num_new,
         )

@@ -387,6 +387,8 @@ class _Wrapped(PrefillKernel):
                 pages,
                 torch.tensor([(kv - 1) % block_size + 1 for kv in kv_lengths], dtype=torch.int32),
                 page_size=block_size,
+                # Room for partial results is asked for by what FlashInfer might split, not by need.
+                disable_split_kv=True,
                 **arguments,
             )
             self._require_attributes(wrapper, "_paged_kv_indices_buf")
@@ -549,7 +551,8 @@ class PackedFa3(Fa3):
 class Fa2(_Wrapped, DecodeKernel):
     """Any phase on any GPU, by work lists that are made on the device, one for each kind of layer.
 
-    Whole steps at once, or, beside another prefill kernel, decode slots.
+    Whole steps at once, or, beside another prefill kernel, decode slots. Where it is the prefill
+    kernel, it is the decode kernel, too.
 
     Raises:
         ImportError: If this FlashInfer reads other lists.

@@ -73,14 +73,14 @@ class SplitSchedule:
         self.works_at_once = CTAS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads
         tiles = triton.cdiv(max_tokens * self.ratio, 16) + max_requests
         self.capacity = tiles + self.works_at_once
-        ends = max_requests + 2  # of rows, those of padding tokens among them
+        rows = max_requests + 1  # padding tokens are one more
         sizes = dict(
             request=self.capacity,
             tile=self.capacity,
             chunk=self.capacity,
             is_work=triton.cdiv(self.capacity, 4),  # bytes
             merge_start=max_tokens + 1,
-            partial_start=ends,
+            partial_start=rows,
             chunk_keys=1,
             num_tokens=1,
         )
@@ -88,29 +88,33 @@ class SplitSchedule:
         lengths = [triton.cdiv(length, 4) * 4 for length in sizes.values()]
         self.works = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
         self._arrays = dict(zip(sizes, self.works.split(lengths)))
-        self.query_starts = torch.zeros(ends, dtype=torch.int32, device=device)
+        self.query_starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         # The kernel takes a row's keys to be those of all its pages but the last, and
         # `last_page_lengths` more. Every row has as many pages as the block table has columns, but
         # for padding tokens where no row is left, so that number is negative for all but the
         # longest requests. The sum, in unsigned arithmetic, is right.
-        page_starts = torch.arange(ends, dtype=torch.int32, device=device) * max_kv_blocks
+        page_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * max_kv_blocks
         self.page_starts = page_starts.clamp(max=max_requests * max_kv_blocks)
-        self.last_page_lengths = torch.zeros(ends - 1, dtype=torch.int32, device=device)
+        self.last_page_lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._keys_of_full_pages = (max_kv_blocks - 1) * block_size_tokens
 
     def num_tokens(self, shape: StepShape) -> int:
         """Query tokens that the list is for: those of decode slots, or all where there are none."""
-        return shape.decode_slots * self.tokens_per_decode or shape.num_tokens
+        if shape.decode_slots:
+            return shape.decode_slots * self.tokens_per_decode
+        return shape.num_tokens
 
     def _num_requests(self, shape: StepShape) -> int:
-        beside_prefill = shape.decode_slots and shape.has_prefill
-        return shape.num_decode if beside_prefill else shape.num_requests
+        """Requests that it is for. Others may lie in the slots that no decode is left for."""
+        if shape.decode_slots and shape.has_prefill:
+            return shape.num_decode
+        return shape.num_requests
 
     def tile(self, shape: StepShape) -> int:
         """Query pairs of one of the kernel's tiles, by the longest request there may be."""
-        longest = self.tokens_per_decode
-        if not shape.decode_slots:
-            longest = max(shape.num_tokens - shape.padded_requests + 1, longest)
+        longest = shape.num_tokens - shape.padded_requests + 1
+        if shape.decode_slots:
+            longest = self.tokens_per_decode
         pairs = longest * self.ratio
         if pairs <= 16:
             return 16
@@ -147,23 +151,24 @@ class SplitSchedule:
         byte = {
             name: array.storage_offset() * array.itemsize for name, array in self._arrays.items()
         }
-        return [
-            self.num_works(shape),
-            self.num_tokens(shape),
-            byte["num_tokens"],
-            self.tile(shape),
-            byte["request"],
-            byte["tile"],
-            byte["chunk"],
-            byte["merge_start"],
-            byte["partial_start"],
-            byte["chunk_keys"],
-            0,
-            2 * self._partial_rows(shape) * self.num_query_heads * self.head_dim,
-            byte["is_work"],
-            1,
-            int(self.splits(shape)),
-        ]
+        plan = dict(
+            works=self.num_works(shape),
+            rows=self.num_tokens(shape),
+            rows_at=byte["num_tokens"],
+            tile=self.tile(shape),
+            requests_at=byte["request"],
+            tiles_at=byte["tile"],
+            chunks_at=byte["chunk"],
+            merge_starts_at=byte["merge_start"],
+            partial_starts_at=byte["partial_start"],
+            chunk_keys_at=byte["chunk_keys"],
+            partial_outputs_at=0,
+            partial_sums_at=2 * self._partial_rows(shape) * self.num_query_heads * self.head_dim,
+            is_work_at=byte["is_work"],
+            reads_rows_and_is_work=1,  # as FlashInfer's own plan has it for graphs
+            splits=int(self.splits(shape)),
+        )
+        return list(plan.values())
 
     def derive(
         self, shape: StepShape, query_starts: Tensor, query_lengths: Tensor, kv_lengths: Tensor
@@ -176,19 +181,16 @@ class SplitSchedule:
             query_lengths (Tensor): Query tokens of each row, int32 of shape `(rows,)`.
             kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
         """
-        num_rows, tile = self._num_requests(shape), self.tile(shape)
+        num_rows, tile, arrays = self._num_requests(shape), self.tile(shape), self._arrays
         # A tile sees the window of its first token, and its own tokens, at most one a pair.
-        visible = 2**31 - 1 if self.window_left < 0 else self.window_left + tile
-        arrays = self._arrays
+        most = 2**31 - 1
+        visible = most if self.window_left < 0 else min(self.window_left + tile, most)
         _split_kernel[(num_rows + 1,)](
             query_starts,
             query_lengths,
             kv_lengths,
-            num_rows,
-            self.num_tokens(shape),
             self.query_starts,
             self.last_page_lengths,
-            self._keys_of_full_pages,
             arrays["request"],
             arrays["tile"],
             arrays["chunk"],
@@ -197,11 +199,14 @@ class SplitSchedule:
             arrays["partial_start"],
             arrays["chunk_keys"],
             arrays["num_tokens"],
-            self.num_works(shape),
-            self.works_at_once,
-            tile,
-            visible,
-            int(self.splits(shape)),
+            num_rows=num_rows,
+            num_tokens=self.num_tokens(shape),
+            num_works=self.num_works(shape),
+            works_at_once=self.works_at_once,
+            keys_of_full_pages=self._keys_of_full_pages,
+            tile_pairs=tile,
+            visible=visible,
+            splits=int(self.splits(shape)),
             RATIO=self.ratio,
             CHUNK_KEYS=CHUNK_KEYS,
             ROWS=self.rows,
@@ -216,9 +221,9 @@ class SplitSchedule:
     do_not_specialize=[
         "num_rows",
         "num_tokens",
-        "keys_of_full_pages",
         "num_works",
         "works_at_once",
+        "keys_of_full_pages",
         "tile_pairs",
         "visible",
         "splits",
@@ -228,11 +233,8 @@ def _split_kernel(
     query_starts_ptr,
     query_lengths_ptr,
     kv_lengths_ptr,
-    num_rows,
-    num_tokens,
     all_query_starts_ptr,
     last_page_lengths_ptr,
-    keys_of_full_pages,
     requests_ptr,
     tiles_ptr,
     chunks_ptr,
@@ -241,8 +243,11 @@ def _split_kernel(
     partial_starts_ptr,
     chunk_keys_ptr,
     num_tokens_ptr,
+    num_rows,
+    num_tokens,
     num_works,
     works_at_once,
+    keys_of_full_pages,
     tile_pairs,
     visible,
     splits,
@@ -311,8 +316,8 @@ def _split_kernel(
         tl.store(merge_starts_ptr + num_tokens, first_partial + own_length * own_chunks)
         tl.store(chunk_keys_ptr, chunk_keys)
         tl.store(num_tokens_ptr, num_tokens)
-        # What is left of the grid is no work. If the kernel does not split, it does not ask, and
-        # gets the first tile of the padding tokens once more.
+        # What is left of the grid is no work. A kernel that does not ask, as one that does not
+        # split may, gets the first tile of the padding tokens once more.
         for start in range(first_work + own_works, num_works, WORKS):
             work = start + tl.arange(0, WORKS)
             is_one = work < num_works

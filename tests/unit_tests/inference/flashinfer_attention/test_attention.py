@@ -10,7 +10,7 @@ pytest.importorskip("flashinfer")
 
 from megatron.core.inference.config import FlashInferKernel
 
-from .batch import DEVICE, Batch
+from .batch import DEVICE, HAVE_GPU, Batch
 
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000]
 SHORT = [(1, 1), (1, 300), (5, 5), (64, 64), (100, 356), (127, 127), (128, 130), (129, 129)]
@@ -220,6 +220,15 @@ def test_one_attention_for_many_steps(kernel):
             cpu = getattr(batch.context, f"_cpu_{name}")
             getattr(first, f"_cpu_{name}")[: len(cpu)] = cpu
         batch.check(batch.run(attention))
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(32, 1, 128), (64, 4, 128), (32, 2, 256)])
+def test_fa2_on_a_large_gpu(heads, kv_heads, head_dim, monkeypatch):
+    """On which FlashInfer would set more memory aside than there is, were its own plan to split."""
+    if not HAVE_GPU:
+        monkeypatch.setattr(torch.cuda.get_device_properties(), "multi_processor_count", 132)
+    batch = Batch([600, 5], [(130, 130)], heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    batch.check(batch.run(batch.attention("fa2")))
 
 
 @pytest.mark.parametrize(

@@ -886,6 +886,8 @@ def test_fa2_splits_keys_where_there_is_room(make_context, monkeypatch, room, sp
     context.add_request(request(0, 200))
     context.initialize_attention_state()
     assert [wrapper._plan_info[-1] for wrapper in kernel._wrappers.values()] == [split]
+    for schedule in kernel._schedules.values():
+        assert schedule.partial_bytes == kernel._workspace.numel() == room
     Step(context).check()
 
 
@@ -905,6 +907,14 @@ class TestSteps:
         # The second has filled its block and comes first when it has got another.
         generate(context)
         check_step(context, [(1, 129), (1, 8), (1, 303)])
+
+    def test_as_many_tokens_as_there_can_be(self, make_context, kernel):
+        """The context pads to a multiple of 64 even where that is more; lists have no room for it."""
+        context = make_context(flashinfer_kernel=kernel, max_tokens=100)
+        context.add_request(request(0, 70))
+        context.initialize_attention_state()
+        assert context.padded_active_token_count == 128
+        assert context.flashinfer_attention._shape.num_tokens == 100
 
     def test_mixed(self, make_context, kernel):
         context = make_context(flashinfer_kernel=kernel)

@@ -15,6 +15,7 @@ from megatron.core.inference.flashinfer_attention.mla_schedule import (
 )
 from megatron.core.inference.flashinfer_attention.step import StepShape
 
+from .test_split_schedule import random_lengths
 from .test_step import DEVICE, MAX_BLOCKS, on_device
 
 WORK = ("query", "page", "partial", "queries", "keys", "pair", "key", "end_key")
@@ -150,17 +151,6 @@ class Case:
                 assert entry["stride"] == self.tile
             merged += len(merges)
         assert merged == len(self.merges)
-
-
-def random_lengths(seed, requests, longest):
-    """Query tokens and keys of requests, half of them decodes."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(most):
-        return torch.randint(1, most + 1, (requests,), generator=generator).tolist()
-
-    queries = [query if row % 2 else 1 for row, query in enumerate(draw(longest))]
-    return queries, [query + keys % 3000 for query, keys in zip(queries, draw(4000))]
 
 
 class TestMlaSchedule:

@@ -154,7 +154,11 @@ class Case:
             assert all(chunks == 1 for _, _, chunks in rows)
         starts = [*self.starts, self.num_tokens]
         assert self.schedule.query_starts[: len(starts)].tolist() == starts
+        assert len(self.works) <= self.info["works"]
+        most_pairs = self.schedule._partial_rows(self.shape) * self.ratio
+        assert self.shape.decode_slots or most_pairs >= self.info["works"] * tile
         pages = self.schedule.page_starts.tolist()
+        assert pages[-1] == (len(pages) - 2) * MAX_BLOCKS  # behind it no page id is read
         for row, (_, length, _) in enumerate(rows):
             count = pages[row + 1] - pages[row]
             last = int(self.schedule.last_page_lengths[row])
@@ -182,7 +186,7 @@ class TestSplitSchedule:
 
     @pytest.mark.parametrize("ratio", [1, 4, 12])
     @pytest.mark.parametrize("longest", [1, 200])
-    @pytest.mark.parametrize("window", [-1, 0, 250])
+    @pytest.mark.parametrize("window", [-1, 0, 1, 250])
     def test_all_keys_once(self, ratio, longest, window, multiprocessors):
         queries, keys = random_lengths(ratio + longest, 9, longest)
         Case(queries, keys, 13, ratio, multiprocessors, window).check()
@@ -192,6 +196,7 @@ class TestSplitSchedule:
         case = Case([1] * len(keys), keys, 3, 4, multiprocessors, slots=len(keys) + 3)
         case.check()
         assert case.info["tile"] == 16
+        assert case.schedule._partial_rows(case.shape) == case.info["works"]
 
     def test_decodes_beside_another_kernel(self, multiprocessors):
         """Requests in and behind the decode slots are not looked at."""
@@ -247,6 +252,20 @@ class TestSplitSchedule:
         allowed = at_once if len(keys) <= at_once else len(keys) + at_once
         assert works(case.chunk) <= allowed
         assert case.chunk == CHUNK_KEYS or works(case.chunk - CHUNK_KEYS) > allowed
+
+    def test_as_many_works_as_there_can_be(self):
+        """Every row one token over a tile, padding tokens among them, and all that may be added."""
+        case = Case([129] * 4, [1000, 129, 129, 129], 1, 1, multiprocessors=2)
+        case.check()
+        assert len(case.works) == case.info["works"] == 11
+
+    @pytest.mark.parametrize("missing, splits", [(0, 1), (1, 0)])
+    def test_room_for_partial_results(self, missing, splits):
+        case = Case([1] * 3, [4000] * 3, slots=3)
+        room = case.info["sums"] + case.schedule._partial_rows(case.shape) * 8 * 4
+        case = Case([1] * 3, [4000] * 3, slots=3, partial_bytes=room - missing)
+        case.check()
+        assert case.info["splits"] == splits
 
     @pytest.mark.parametrize("padding", [0, 5])
     def test_no_room_for_partial_results(self, padding, multiprocessors):

@@ -103,6 +103,7 @@ class _Module:
                 page_size=page_size,
                 window_left=window_left,
                 multiprocessors=_multiprocessors(),
+                may_split=not only_fa2[1],
                 most_queries=most,
             )
             return splits.write(
