@@ -27,6 +27,7 @@ def test_check() -> None:
     assert not failed, '\n'.join(f'{v.name}: {text}' for v in failed for text in v.complaints)
 
 
+@pytest.mark.timeout(3600)  # as long as a gate lets one of its jobs run
 @pytest.mark.parametrize(('series', 'number', 'count'), PATCHES)
 def test_patch(series: Series, number: int, count: int) -> None:
     """After this patch all it touched imports, and the unit tests that exist so far pass."""
