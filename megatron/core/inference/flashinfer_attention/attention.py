@@ -164,9 +164,6 @@ class FlashInferAttention:
                 query_lengths=view.mha_query_lengths,
                 query_starts=view.mha_cu_query_seq_lengths,
                 kv_lengths=view.mha_kv_seq_lengths,
-                cpu_block_table=context._cpu_mha_block_table,
-                cpu_query_lengths=context._cpu_mha_query_lengths,
-                cpu_kv_lengths=context._cpu_mha_kv_seq_lengths,
             ),
             max_tokens=self._max_tokens,
             tokens_per_decode=self._tokens_per_decode,
@@ -210,7 +207,7 @@ class FlashInferAttention:
             kernel.begin(shape)
         for layer in setup.layers:
             self._attend(self._call(query, keys, values, layer, shape))
-        # What fails, fails here. And the host's copies are free for the first step's plan.
+        # What fails, fails here.
         torch.cuda.synchronize()
 
     def release(self) -> None:

@@ -38,25 +38,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bookkeeping:
-    """The context's arrays of a step, int32, on the device and in the host's pinned memory.
+    """The context's arrays of a step, int32, on the device.
 
     Args:
         block_table: Block ids, `(max_requests, max_kv_blocks)`; -1 where there is no block.
         query_lengths: Query tokens of each request, `(max_requests,)`.
         query_starts: First query token of each, and the end of the last, `(max_requests + 1,)`.
         kv_lengths: Tokens of each in the cache, those of this step included, `(max_requests,)`.
-        cpu_block_table: As `block_table`, before it is copied.
-        cpu_query_lengths: Likewise.
-        cpu_kv_lengths: Likewise.
     """
 
     block_table: Tensor
     query_lengths: Tensor
     query_starts: Tensor
     kv_lengths: Tensor
-    cpu_block_table: Tensor
-    cpu_query_lengths: Tensor
-    cpu_kv_lengths: Tensor
 
 
 @dataclass(frozen=True)
