@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,34 @@ def _tasks(arguments: argparse.Namespace) -> list[Task]:
     ]
 
 
+class _Shared:
+    """Tasks of which each goes to the process that asks next.
+
+    Args:
+        work: The tasks.
+        next_task: A number in memory that the processes share, 0 at first.
+    """
+
+    def __init__(self, work: list[Task], next_task: Any) -> None:
+        self._work, self._next = work, next_task
+
+    def __iter__(self) -> Iterator[Task]:
+        while True:
+            with self._next.get_lock():
+                number = self._next.value
+                self._next.value += 1
+            if number >= len(self._work):
+                return
+            yield self._work[number]
+
+
 def _run(
-    prepared: tuple[Path, str, bool], work: list[Task], out: Path, store: str, rank: int, ranks: int
+    prepared: tuple[Path, str, bool],
+    work: Iterable[Task],
+    out: Path,
+    store: str,
+    rank: int,
+    ranks: int,
 ) -> None:
     """Run tasks as one of the ranks that meet at a store, and leave their outcomes."""
     _prepare(*prepared)
@@ -114,7 +141,7 @@ def _run(
             try:
                 torch.cuda.synchronize()
             except RuntimeError:
-                # All that follows would be an error of this one's making. It gets no outcome.
+                # All that follows here would be an error of this one's making.
                 traceback.print_exc()
                 return
 
@@ -136,14 +163,15 @@ def main() -> int:
     can_pair = device == 'cpu' or torch.cuda.device_count() > 1
     paired = [task for task in work if task.scenario.ranks == 2 and can_pair]
     alone = [task for task in work if task not in paired]
-    jobs = [(paired, out, 'pair', rank, 2) for rank in range(2) if paired]
-    jobs += [(alone[part::parts], out, f'alone-{part}', 0, 1) for part in range(1, parts)]
     # FlashInfer starts CUDA when it is imported, which no fork survives.
     context: Any = multiprocessing.get_context('fork' if device == 'cpu' else 'spawn')
+    shared = _Shared(alone, context.Value('i', 0))
+    jobs: list[Any] = [(paired, out, 'pair', rank, 2) for rank in range(2) if paired]
+    jobs += [(shared, out, f'alone-{part}', 0, 1) for part in range(1, parts)]
     others = [context.Process(target=_run, args=(prepared, *job)) for job in jobs]
     for other in others:
         other.start()
-    _run(prepared, alone[::parts], out, 'alone-0', 0, 1)
+    _run(prepared, shared, out, 'alone-0', 0, 1)
     for other in others:
         other.join()
     return int(any(other.exitcode for other in others))

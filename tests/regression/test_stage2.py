@@ -6,6 +6,7 @@ FlashAttention and by FlashInfer that are compared are both of the tree after th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -31,11 +32,11 @@ from test_stage1 import Runs, all_differences, on_devices, recordings
 STAGE = 2
 RUNNERS = (
     ['--set', 'sample'],
-    # Faults come last, lest one that breaks a GPU's context spoils what is none.
+    # Traces take longest. Faults come last: one that breaks a GPU's context ends its process.
     [
-        *('--set', 'sample', '--set', 'twins', '--set', 'alone', '--set', 'traces'),
+        *('--set', 'traces', '--set', 'sample', '--set', 'twins', '--set', 'alone'),
         *('--set', 'flashinfer-faults'),
-        *('--processes', '2'),
+        *('--processes', str(min(max(os.cpu_count() or 2, 2), 8))),
     ],
 )
 
