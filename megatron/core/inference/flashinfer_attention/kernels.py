@@ -18,7 +18,7 @@ from megatron.core.inference.config import FlashInferKernel
 
 from .selection import AttentionProblem
 from .split_schedule import SplitSchedule
-from .step import PageTable, PrefillSchedule, StepShape, make_tails_finite
+from .step import PageTable, PrefillSchedule, Schedule, StepShape, make_tails_finite
 
 MIB = 1024**2
 
@@ -301,7 +301,7 @@ class _Wrapped(PrefillKernel):
     @abstractmethod
     def _make_schedule(
         self, layer: Layer, max_requests: int, max_tokens: int, max_kv_blocks: int
-    ) -> Any:
+    ) -> Schedule:
         """A work list for so much."""
 
     def _follow(self, layer: Layer, is_packed: bool, schedule: Any, block_table: Tensor) -> None:

@@ -9,7 +9,7 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .step import StepShape
+from .step import Schedule, StepShape
 
 # Pairs of query token and head that one CTA takes; two CTAs, a cluster, may share a tile.
 CTA_PAIRS = 64
@@ -19,7 +19,7 @@ KEY_TILE = 64
 TILE_COST = 128
 
 
-class MlaSchedule:
+class MlaSchedule(Schedule):
     """The works of a step, and how partial results are merged.
 
     The kernels run a CTA on each multiprocessor, alone or in clusters of two. Each cluster computes
@@ -115,14 +115,7 @@ class MlaSchedule:
     def derive(
         self, shape: StepShape, query_starts: Tensor, query_lengths: Tensor, kv_lengths: Tensor
     ) -> None:
-        """Make the list of a step.
-
-        Args:
-            shape (StepShape): Extents of the step.
-            query_starts (Tensor): First token of each row, and the end of the last, int32.
-            query_lengths (Tensor): Query tokens of each row, int32 of shape `(rows,)`.
-            kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
-        """
+        """See base class."""
         ctas = self.ctas(shape)
         clusters = self.num_multiprocessors // ctas
         tile = ctas * CTA_PAIRS

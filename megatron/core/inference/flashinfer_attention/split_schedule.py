@@ -9,7 +9,7 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .step import StepShape
+from .step import Schedule, StepShape
 
 # Keys that a chunk has a multiple of.
 CHUNK_KEYS = 128
@@ -17,7 +17,7 @@ CHUNK_KEYS = 128
 CTAS_PER_MULTIPROCESSOR = 2
 
 
-class SplitSchedule:
+class SplitSchedule(Schedule):
     """The works of a step for one kind of layer, and how partial results are merged.
 
     A work is a tile of a request's query pairs (a query token and one of the query heads that share
@@ -173,14 +173,7 @@ class SplitSchedule:
     def derive(
         self, shape: StepShape, query_starts: Tensor, query_lengths: Tensor, kv_lengths: Tensor
     ) -> None:
-        """Make the list of a step.
-
-        Args:
-            shape (StepShape): Extents of the step.
-            query_starts (Tensor): First token of each row, and the end of the last, int32.
-            query_lengths (Tensor): Query tokens of each row, int32 of shape `(rows,)`.
-            kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
-        """
+        """See base class."""
         num_rows, tile, arrays = self._num_requests(shape), self.tile(shape), self._arrays
         # A tile sees the window of its first token, and its own tokens, at most one a pair.
         most = 2**31 - 1

@@ -7,6 +7,7 @@ replays is as fresh as the bookkeeping, and no layer, window or captured shape h
 that could be stale.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import List
 
@@ -42,6 +43,29 @@ class StepShape:
     num_tokens: int
     has_prefill: bool
     num_new: int = 0
+
+
+class Schedule(ABC):
+    """A list of a step's works, made on the device, as one of FlashInfer's kernels reads it.
+
+    Attributes:
+        works (Tensor): The list, int32. It is where the kernel expects FlashInfer's own plan.
+    """
+
+    works: Tensor
+
+    @abstractmethod
+    def derive(
+        self, shape: StepShape, query_starts: Tensor, query_lengths: Tensor, kv_lengths: Tensor
+    ) -> None:
+        """Make the list of a step.
+
+        Args:
+            shape (StepShape): Extents of the step.
+            query_starts (Tensor): First token of each row, and the end of the last, int32.
+            query_lengths (Tensor): Query tokens of each row, int32 of shape `(rows,)`.
+            kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
+        """
 
 
 class PageTable:
@@ -174,7 +198,7 @@ def _finite_tails_kernel(
             )
 
 
-class PrefillSchedule:
+class PrefillSchedule(Schedule):
     """The work list of FlashInfer's prefill kernel for Hopper (fa3), made on the device.
 
     That kernel runs one CTA per multiprocessor, which computes the works of its part of the list:
@@ -268,14 +292,7 @@ class PrefillSchedule:
     def derive(
         self, shape: StepShape, query_starts: Tensor, query_lengths: Tensor, kv_lengths: Tensor
     ) -> None:
-        """Make the list of a step.
-
-        Args:
-            shape (StepShape): Extents of the step.
-            query_starts (Tensor): First token of each row, and the end of the last, int32.
-            query_lengths (Tensor): Query tokens of each row, int32 of shape `(rows,)`.
-            kv_lengths (Tensor): Tokens in the cache, those of this step included, int32 `(rows,)`.
-        """
+        """See base class."""
         rows = shape.num_requests - shape.num_decode + 1
         _schedule_kernel[(triton.cdiv(shape.num_tokens, self.tile) + rows,)](
             query_starts,
